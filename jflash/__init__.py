@@ -1,0 +1,29 @@
+"""FlashAttention for JAX: exact, linear in memory, differentiable."""
+
+from .api import attention as attention
+from .api import attention_with_lse as attention_with_lse
+from .api import explain as explain
+from .backends import interpret as interpret
+from .dropout import Dropout as Dropout
+from .masks import Causal as Causal
+from .masks import Dense as Dense
+from .masks import Function as Function
+from .masks import Mask as Mask
+from .masks import Prefix as Prefix
+from .masks import Segments as Segments
+from .masks import Window as Window
+from .rotary import apply_rotary as apply_rotary
+from .rules import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from .score_mods import Alibi as Alibi
+from .score_mods import SoftCap as SoftCap
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # Flax is loaded by those who use the layer, not by `import jflash`.
+    if name == "nnx":
+        import importlib
+
+        return importlib.import_module("jflash.nnx")
+    raise AttributeError(f"module 'jflash' has no attribute {name!r}")

@@ -1,0 +1,139 @@
+"""The functions users call: docstring, validate, choose, call."""
+
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from . import backends, rules, validate
+from .dropout import Dropout
+from .masks import Mask
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: Mask | ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    score_mod: Any = None,
+    sinks: ArrayLike | None = None,
+    dropout: Dropout | None = None,
+    q_positions: ArrayLike | None = None,
+    k_positions: ArrayLike | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*batch T H d"]:
+    """Attention of `q` to `k` and `v`: softmax(scale * q·kᵀ + bias, masked) v.
+
+    Exact and linear in memory, forward and backward: no array of T·t elements exists beyond what
+    is passed. FlashAttention-2 (https://arxiv.org/abs/2307.08691, algorithms 1 and 2).
+
+    **Arguments:**
+
+    Upper case is the query side, lower case the key side. There may be no batch axis or several.
+
+    - `q`: [*batch, T, H, D]. `k`: [*batch, t, h, D]. `v`: [*batch, t, h, d]. All of one dtype:
+      float16, bfloat16 or float32. `H % h == 0`: query head n uses key head n // (H / h)
+      (grouped-query attention). `d` may differ from `D`.
+    - `mask`: Which keys a query sees: `Causal()`, `Window(left, right)`, `Segments(ids)`,
+      `Prefix(n)`, `Function(fn)`, a boolean array (`Dense`), and combinations by `&`, `|`, `~`.
+      None shows everything.
+    - `bias`: Added to the scaled scores. Any float dtype, broadcastable to [*batch, H, T, t]; its
+      gradient has its own shape and dtype.
+    - `scale`: Factor of q·k, 1/sqrt(D) by default. A number, or an array of shape ().
+    - `score_mod`: `SoftCap(cap)`, `Alibi(slopes)`, a function `mod(s, b, h, q_pos, k_pos)` of
+      scalars, or a tuple of these, applied left to right after the bias and before the mask.
+    - `sinks`: [H]. Each row's denominator gains exp(sink), as if one more key had that score and a
+      value of 0.
+    - `dropout`: `Dropout(rate, key)`; None in evaluation.
+    - `q_positions`, `k_positions`: Integers [*batch or 1, T] and [*batch or 1, t], for masks and
+      score modifiers. By default bottom-right aligned: query row i stands at i + t - T, key row
+      j at j. (`jax.nn.dot_product_attention` is aligned top-left; for T = t there is no difference.)
+    - `precision`: Of the products, as in `jax.numpy.einsum`. By default float32 inputs are
+      computed as float32, not TF32, unless `jax.default_matmul_precision` says otherwise.
+    - `deterministic`: True gives bitwise equal gradients from run to run on every implementation.
+      On `xla` and `reference` they always are.
+    - `implementation`: None for the best one, or a name; a named one runs or raises. See
+      `jflash.explain`.
+
+    **Returns:**
+
+    `out` [*batch, T, H, d], in the dtype of the inputs. Softmax and sums are float32 whatever the
+    inputs. A row that sees no key gives 0 and takes no part in any gradient. Keys that no query
+    sees, and queries that see no key, may hold NaN without effect.
+
+    **Raises:**
+
+    ValueError for shapes and values that do not fit, TypeError for kinds that do not,
+    NotImplementedError if a named implementation cannot take the call.
+
+    >>> import jax.numpy as jnp, jflash
+    >>> q = k = v = jnp.ones((1, 8, 4, 64))
+    >>> jflash.attention(q, k, v, jflash.Causal()).shape
+    (1, 8, 4, 64)
+    """
+    return _attend("attention", locals())[0]
+
+
+def attention_with_lse(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: Mask | ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    score_mod: Any = None,
+    sinks: ArrayLike | None = None,
+    dropout: Dropout | None = None,
+    q_positions: ArrayLike | None = None,
+    k_positions: ArrayLike | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*batch T H d"], Float[Array, "*batch H T"]]:
+    """As `attention`, and the logarithm of each row's softmax denominator.
+
+    **Returns:**
+
+    `(out, lse)`: `out` [*batch, T, H, d]; `lse` [*batch, H, T] in nats, float32 whatever the inputs,
+    -inf in rows that see no key. It leaves `sinks` and dropout out, so that attention over
+    disjoint sets of keys can be merged by it and a sink added once. Both are differentiable.
+
+    >>> import jax.numpy as jnp, jflash
+    >>> q = k = v = jnp.zeros((4, 1, 8))
+    >>> jnp.exp(jflash.attention_with_lse(q, k, v, jflash.Causal())[1]).round()
+    Array([[1., 2., 3., 4.]], dtype=float32)
+    """
+    return _attend("attention_with_lse", locals())
+
+
+def explain(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, **kwargs: Any
+) -> backends.Explanation:
+    """What `attention` of these arguments would run, how, and for each other implementation why not.
+
+    Takes the arguments of `attention` (arrays, or `jax.ShapeDtypeStruct` in a trace) and computes
+    nothing. Print the record, or read its fields.
+
+    >>> import jax.numpy as jnp, jflash
+    >>> x = jnp.ones((1, 1024, 4, 64))
+    >>> print(jflash.explain(x, x, x, jflash.Causal()))
+    """
+    defaults = dict.fromkeys(attention.__kwdefaults__ or ()) | (attention.__kwdefaults__ or {})
+    arguments = dict(q=q, k=k, v=v, mask=mask) | defaults | kwargs
+    problem, operands = validate.attention("explain", **arguments)
+    return backends.explain(problem, operands, arguments["implementation"])
+
+
+def _attend(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    problem, operands = validate.attention(call, **arguments)
+    row, _ = backends.choose(problem, arguments["implementation"])
+    implementation = row.load()
+    config = implementation.default_config(problem)
+    return rules.attend(rules.Call(problem, implementation, config), operands)

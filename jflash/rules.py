@@ -1,0 +1,152 @@
+"""How attention transforms: every rule, once, above all implementations.
+
+`attend` runs an implementation's `forward`, and under reverse mode its `backward`, from the
+residuals (operands, out, lse). Implementations know nothing of sinks, of the cotangent of lse or
+of rows that see no key; all of that is arithmetic on their inputs and outputs:
+
+- A sink adds exp(sink) to the denominator. With w = exp(lse) / (exp(lse) + exp(sink)), out is w
+  times the out without it, and its backward pass is the ordinary one at w·do and w·delta.
+- d lse / d s = p, so the cotangent of lse is subtracted from delta = rowsum(out·do).
+- A row without keys hands its lse on as +inf, so that exp(s - lse) is 0.
+
+Forward mode and second order: see docs/design-notes.md.
+"""
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels.compat import varying_axes
+from pallas_kernels.problem import Operands, Problem
+
+from . import schedule
+
+# For `jax.checkpoint_policies.save_only_these_names`: with these two saved, the backward pass of a
+# checkpointed layer does not run attention forward again.
+CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call: what is computed, by which implementation, how configured."""
+
+    problem: Problem
+    implementation: ModuleType
+    config: Any
+
+
+def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the call, differentiable."""
+    operands = _vary_alike(operands)
+    if call.implementation.backward is None:
+        return call.implementation.forward(call.problem.of(operands), operands, call.config)
+    return _attend(call, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, operands: Operands):
+    return _forward(call, operands)
+
+
+def _attend_fwd(call: Call, primals: Operands):
+    is_primal = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+    operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
+    wanted = frozenset(
+        name
+        for name in ("scale", "bias", "mods", "sinks")
+        if any(x.perturbed for x in jax.tree.leaves(getattr(primals, name), is_leaf=is_primal))
+    )
+    out, lse = map(checkpoint_name, _forward(call, operands), CHECKPOINT_NAMES)
+    return (out, lse), (operands, out, lse, _Static(wanted))
+
+
+def _attend_bwd(call: Call, residuals, cotangents):
+    operands, out, lse, wanted = residuals
+    do, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    grads = _backward(call, wanted.value, operands, out, lse, do, dlse)
+    none = {
+        f.name: jax.tree.map(lambda _: None, getattr(operands, f.name))
+        for f in dataclasses.fields(operands)
+    }
+    return (Operands(**none | grads),)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    value: Any
+
+
+# `perturbed` tells which gradients are asked for: a full bias that nobody differentiates then
+# costs no T·t gradient.
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    problem = call.problem.of(operands)
+    out, lse = call.implementation.forward(problem, operands, call.config)
+    if operands.sinks is not None:
+        out = (out * _per_row(_sink_weight(operands, lse))).astype(out.dtype)
+    return out, lse
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(
+    call: Call, wanted: frozenset, operands: Operands, out, lse, do, dlse
+) -> dict[str, Any]:
+    problem = call.problem.of(operands)
+    empty = lse == -jnp.inf
+    if do is None:
+        do, delta = jnp.zeros_like(out), jnp.zeros_like(lse)
+    else:
+        do = jnp.where(_per_row(empty), 0, do)  # what a row without keys holds may be NaN
+        delta = jnp.einsum("...THd,...THd->...HT", out.astype(lse.dtype), do.astype(lse.dtype))
+    grads = {}
+    if operands.sinks is not None:
+        weight = _sink_weight(operands, lse)
+        if "sinks" in wanted:
+            rows = (*range(lse.ndim - 2), lse.ndim - 1)
+            dsinks = -((1 - weight) * delta).sum(rows)
+            grads["sinks"] = dsinks.astype(operands.sinks.dtype)
+        do, delta = (do * _per_row(weight)).astype(do.dtype), delta * weight
+    if dlse is not None:
+        delta = delta - jnp.where(empty, 0, dlse)
+    if schedule.hides(problem, operands.mask)[0]:
+        operands = dataclasses.replace(operands, q=jnp.where(_per_row(empty), 0, operands.q))
+    lse = jnp.where(empty, jnp.inf, lse)
+    return grads | call.implementation.backward(
+        problem, operands, call.config, lse, delta, do, wanted - {"sinks"}
+    )
+
+
+def _per_row(x: jax.Array) -> jax.Array:
+    """[*batch, H, T] -> [*batch, T, H, 1], to go with out."""
+    return x.mT[..., None]
+
+
+def _sink_weight(operands: Operands, lse: jax.Array) -> jax.Array:
+    """exp(lse) / (exp(lse) + exp(sink)); [*batch, H, T], 0 in rows without keys."""
+    return jax.nn.sigmoid(lse - operands.sinks.astype(lse.dtype)[:, None])
+
+
+def _vary_alike(operands: Operands) -> Operands:
+    """The operands, all varying over the same manual mesh axes (`shard_map` with `check_vma`).
+
+    A replicated operand beside sharded ones is cast here, outside of the rule, so that the
+    transpose of the cast sums its gradient over the devices.
+    """
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
+
+    def cast(x):
+        missing = tuple(sorted(axes - varying_axes(x), key=str))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, operands) if axes else operands

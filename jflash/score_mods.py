@@ -1,0 +1,70 @@
+"""Score modifiers: elementwise functions of a score and of the pair that it belongs to.
+
+They act on `scale * q·k + bias` in float32, before the mask, and are differentiated inside the
+tile by `jax.vjp`: float fields get gradients, nobody writes a backward rule.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pairs import Pairs
+
+from .fields import Fields, elementwise, per_head, scalar, static, whole
+
+
+class ScoreMod(Fields):
+    """Base of the score modifiers that come with jflash; a plain function serves as well.
+
+    A function `mod(s, b, h, q_pos, k_pos) -> s` takes and returns scalars that JAX traces. It may
+    close over scalars and [H] vectors (indexed by `h`), traced or not, and floats among them get
+    gradients. The function keys the trace: define it once.
+    """
+
+    def __call__(self, s: jax.Array, at: Pairs) -> jax.Array:
+        raise NotImplementedError
+
+
+class SoftCap(ScoreMod):
+    """`cap * tanh(s / cap)`: keeps scores within (-cap, cap), before the mask.
+
+    Gemma 2 (https://arxiv.org/abs/2408.00118, sec. 2). `cap` is positive; it may be traced.
+    """
+
+    cap: Any = scalar()
+
+    def __call__(self, s, at):
+        return self.cap * jnp.tanh(s / self.cap)
+
+
+class Alibi(ScoreMod):
+    """`s - slopes[h] * |q_pos - k_pos|`: a linear penalty on distance.
+
+    ALiBi (https://arxiv.org/abs/2108.12409, sec. 3). `slopes` is [H], or [*batch or 1, H], and
+    gets a gradient. Distances use the positions of the call, so that decoding with a cache
+    continues what training did.
+    """
+
+    slopes: Any = per_head()
+
+    def __call__(self, s, at):
+        return s - self.slopes * jnp.abs(at.q - at.k).astype(s.dtype)
+
+
+class FunctionMod(ScoreMod):
+    """A user's function before tracing."""
+
+    fn: Callable = static()
+
+
+class TracedMod(ScoreMod):
+    """A user's function after tracing: its constants are operands. Made by `validate`."""
+
+    call: Any = static()
+    consts: tuple = whole()
+
+    def __call__(self, s, at):
+        fn = lambda s, b, h, q, k: self.call(self.consts, s, b, h, q, k)
+        return elementwise(fn, s, at.b, at.h, at.q, at.k).astype(s.dtype)

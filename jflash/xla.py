@@ -1,0 +1,398 @@
+"""Attention in linear memory from jax.lax: what runs on CPU and TPU, and wherever no kernel does.
+
+FlashAttention-2 (https://arxiv.org/abs/2307.08691, algorithms 1 and 2) in loops over tiles of
+[heads, block_q, block_k]: an online softmax forward, a backward that computes the probabilities
+again from `lse`. Tiles that the schedule calls empty are not visited, full ones are not masked.
+
+What made it fast on a CPU (figures: `python -m jflash bench --cpu`):
+
+- Products in their natural order only. XLA's CPU product of a transposed left operand (Pᵀ·dO,
+  dSᵀ·Q) reaches a half (float32) to an eighth (bfloat16) of the rate of the plain one, so the
+  backward accumulates dVᵀ = dOᵀ·P and dKᵀ = Qᵀ·dS, from Q and dO transposed once.
+- A polynomial for 2^x, which XLA vectorises: half the time of its own `exp` and `exp2`.
+- Tiles of a size that stays in the cache: few heads at a time rather than small blocks.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import pairs as pair_functions
+from pallas_kernels.compat import varying_axes
+from pallas_kernels.pairs import Pairs
+from pallas_kernels.problem import Operands, Problem
+
+from . import grouped, schedule
+from .tiling import At, Tiling, pad, walk
+
+NAME = "xla"
+LOG2E = math.log2(math.e)
+# 2^r for |r| <= 1/2, relative error below 1.0e-7; 1 at 0 exactly. Highest power first.
+EXP2 = (0.001326472731, 0.009671512991, 0.055507335812, 0.240222424269, 0.693147003651, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The size of a tile: rows of queries and of keys, and at most about this many scores."""
+
+    block_q: int
+    block_k: int
+    scores: int = 2**19
+
+    def __post_init__(self):
+        if min(self.block_q, self.block_k, self.scores) < 1:
+            raise ValueError(f"block_q, block_k and scores must be positive. Got {self}.")
+
+
+def unsupported(problem: Problem) -> str | None:
+    return None
+
+
+def default_config(problem: Problem) -> Config:
+    return Config(_even(problem.T, 512), _even(problem.t, 512))
+
+
+def candidates(problem: Problem) -> list[Config]:
+    sizes = (128, 256, 512, 1024)
+    return [Config(_even(problem.T, q), _even(problem.t, k)) for q in sizes for k in sizes]
+
+
+def _even(length: int, block: int) -> int:
+    """A block size of at most about `block` that cuts `length` into blocks of nearly one size."""
+    count = -(-length // block)
+    return max(1, length) if count <= 1 else _up(-(-length // count), 16)
+
+
+def _up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def forward(problem: Problem, operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
+    """(out [*batch, T, H, d], lse [*batch, H, T]), without sinks."""
+    x = _lay_out(problem, operands, config, of="query")
+
+    def block_of_queries(carry, at):
+        q = x.cut(x.q, "hgqD", at)
+
+        def visit(at, carry, masked):
+            acc, m, l = carry
+            v = x.cut(x.v, "hkd", at)
+            s = x.scores(x.product("...gqD,...kD->...gqk", q, x.cut(x.k, "hkD", at)), at)
+            if masked:
+                visible = x.visible(at)
+                s = jnp.where(visible, s, -jnp.inf)
+                v = x.seen(v, visible)
+            m_new = jnp.maximum(m, s.max(-1, keepdims=True))
+            base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
+            p = x.exp(s - base)
+            shrink = jnp.exp(m - base)
+            l = l * shrink + p.sum(-1, keepdims=True)
+            p = x.dropped(p, at).astype(v.dtype)
+            acc = acc * shrink + x.product("...gqk,...kd->...gqd", p, v)
+            return acc, m_new, l
+
+        rows = q.shape[:-1]
+        acc, m, l = x.over_visits(
+            at,
+            "k",
+            visit,
+            (x.full((*rows, problem.d)), x.full((*rows, 1), -jnp.inf), x.full((*rows, 1))),
+        )
+        empty = m == -jnp.inf
+        l = jnp.where(empty, 1, l)
+        out = jnp.where(empty, 0, acc / l).astype(problem.dtype)
+        return carry, ((out, "hgqd"), (m + jnp.log(l), "hgq1"))
+
+    _, (out, lse) = x.outer("q", block_of_queries, ())
+    lse = lse[..., : problem.T, 0].reshape(*problem.batch, problem.H, problem.T)
+    return grouped.rows(out[..., : problem.T, :]), lse
+
+
+def backward(
+    problem: Problem,
+    operands: Operands,
+    config: Config,
+    lse: jax.Array,
+    delta: jax.Array,
+    do: jax.Array,
+    wanted: frozenset[str],
+) -> dict[str, Any]:
+    """Gradients by field of `operands`: q, k, v, and those of scale, bias, mods in `wanted`.
+
+    - `lse` [*batch, H, T]: +inf in rows that see no key, so that exp(s - lse) is 0 there.
+    - `delta` [*batch, H, T]: rowsum(out * do) - dlse.
+    - `do` [*batch, T, H, d]: the cotangent of out.
+    """
+    x = _lay_out(problem, operands, config, of="key")
+    heads = (*problem.batch, problem.h, problem.group, problem.T, 1)
+    lse, delta = x.fill(lse.reshape(heads), "hgq1", jnp.inf), x.fill(delta.reshape(heads), "hgq1")
+    do = x.fill(grouped.queries(do, problem).astype(x.q.dtype), "hgqd")
+    # Left operands of the products that sum over queries, in their natural order.
+    q_t, do_t = jnp.moveaxis(x.q, -1, -3), jnp.moveaxis(do, -1, -3)
+    diff = [x.wants(name, leaf, wanted) for name, leaf in x.named_extras()]
+
+    def block_of_keys(carry, at):
+        k, v = x.cut(x.k, "hkD", at), x.cut(x.v, "hkd", at)
+
+        def visit(at, carry, masked):
+            (dq_sum, extras_sum), dk, dv = carry
+            do_, lse_ = x.cut(do, "hgqd", at), x.cut(lse, "hgq1", at)
+            raw = x.product("...gqD,...kD->...gqk", x.cut(x.q, "hgqD", at), k)
+            extras = x.cut_extras(at)
+            s, pull = jax.vjp(
+                lambda raw, some: x.scores(raw, at, _merge(diff, some, extras)),
+                raw,
+                [leaf for leaf, yes in zip(extras, diff) if yes],
+            )
+            k_, v_ = k, v
+            if masked:
+                visible = x.visible(at)
+                s = jnp.where(visible, s, -jnp.inf)
+                k_, v_ = x.seen(k, visible), x.seen(v, visible)
+            p = x.exp(s - lse_)
+            dp = x.dropped(x.product("...gqd,...kd->...gqk", do_, v_), at)
+            ds = p * (dp - x.cut(delta, "hgq1", at))
+            if masked:
+                ds = jnp.where(visible, ds, 0)  # whatever the score of a hidden pair was
+            draw, dextras = pull(ds)
+            if masked and operands.mods:
+                draw = jnp.where(visible, draw, 0)  # 0 times a modifier's infinite slope
+            p, draw = x.dropped(p, at).astype(v.dtype), draw.astype(k.dtype)
+            dv = dv + x.product("...dgq,...gqk->...dk", x.cut(do_t, "hdgq", at), p)
+            dk = dk + x.product("...Dgq,...gqk->...Dk", x.cut(q_t, "hDgq", at), draw)
+            dq = x.product("...gqk,...kD->...gqD", draw, k_)
+            dq_sum = x.tiling.add(dq_sum, dq, "hgqD", at)
+            return (dq_sum, x.add_extras(extras_sum, dextras, diff, at)), dk, dv
+
+        *lead, block_k, _ = k.shape
+        dk, dv = x.full((*lead, problem.D, block_k)), x.full((*lead, problem.d, block_k))
+        carry, dk, dv = x.over_visits(at, "q", visit, (carry, dk, dv))
+        return carry, ((dk.astype(problem.dtype), "hDk"), (dv.astype(problem.dtype), "hdk"))
+
+    extras_sum = [x.full(leaf.shape) for (_, leaf), yes in zip(x.named_extras(), diff) if yes]
+    (dq, dextras), (dk, dv) = x.outer("k", block_of_keys, (x.full(x.q.shape), extras_sum))
+    dk, dv = (jnp.moveaxis(y[..., : problem.t], (-1, -2), (-3, -1)) for y in (dk, dv))
+    dq = grouped.rows(dq[..., : problem.T, :]).astype(problem.dtype)
+    return dict(q=dq, k=dk, v=dv) | x.restore_extras(operands, dextras, diff, wanted)
+
+
+def _merge(diff: list[bool], some: list, others: list) -> list:
+    some = iter(some)
+    return [next(some) if yes else other for yes, other in zip(diff, others)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """The operands as the loops over tiles want them, and what both loops do with a tile."""
+
+    problem: Problem
+    tiling: Tiling
+    schedule: schedule.Schedule
+    sizes: dict  # rows of queries ("q") and keys ("k"), filled up to whole blocks
+    q: jax.Array  # [*batch, h, group, T, D]
+    k: jax.Array  # [*batch, h, t, D]
+    v: jax.Array  # [*batch, h, t, d]
+    pairs: Pairs
+    mask: Any
+    extras: dict  # what scores depend on beside q and k: scale, bias, mods
+    sides: dict  # for each leaf of `extras`: "hgqk" if it is cut with the tile, "" if it is whole
+    dropout: tuple | None  # (the key's two words, the offsets of the rows)
+    hides_keys: bool
+
+    def fill(self, x: jax.Array, axes: str, fill: float = 0) -> jax.Array:
+        return pad(x, axes, self.sizes, fill)
+
+    def cut(self, x: jax.Array, axes: str, at: At) -> jax.Array:
+        return self.tiling.cut(x, axes, at)
+
+    def full(self, shape: tuple, fill: float = 0) -> jax.Array:
+        """The start of a carry. Inside `shard_map` it must vary over devices as the results do."""
+        x = jnp.full(shape, fill, self.accumulator)
+        axes = tuple(varying_axes(self.q))
+        return lax.pcast(x, axes, to="varying") if axes else x
+
+    @property
+    def accumulator(self):
+        return jnp.promote_types(self.problem.dtype, jnp.float32)
+
+    def product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            spec, a, b, precision=self.problem.precision, preferred_element_type=self.accumulator
+        )
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        on_cpu = self.problem.platform == "cpu" and x.dtype == jnp.float32
+        return exp_by_polynomial(x) if on_cpu else jnp.exp(x)
+
+    def pairs_at(self, at: At) -> Pairs:
+        return Pairs(*(self.cut(x, "hgqk", at) for x in self.pairs))
+
+    def scores(self, raw: jax.Array, at: At, extras: list | None = None) -> jax.Array:
+        """Scores from q·k: scaled, biased, modified; `extras` replaces the leaves `cut_extras(at)`."""
+        leaves = self.cut_extras(at) if extras is None else extras
+        extras = jax.tree.unflatten(jax.tree.structure(self.extras), leaves)
+        scale = self.problem.scale if extras["scale"] is None else extras["scale"]
+        s = raw * scale
+        if extras["bias"] is not None:
+            s = s + extras["bias"].astype(s.dtype)
+        for mod in extras["mods"]:
+            s = mod(s, self.pairs_at(at))
+        return s
+
+    def visible(self, at: At) -> jax.Array:
+        """Where a pair takes part; broadcasts to [*batch, h, group, block_q, block_k]."""
+        pairs = self.pairs_at(at)
+        visible = jnp.broadcast_to(pairs.k_row < self.problem.t, (1, 1, 1, pairs.k_row.size))
+        if self.mask is not None:
+            cut = lambda y: self.cut(y, "hgqk", at)
+            visible &= self.mask.map(head=cut, query=cut, key=cut, pair=cut)(pairs)
+        return visible
+
+    def seen(self, x: jax.Array, visible: jax.Array) -> jax.Array:
+        """Rows [*batch, h, block_k, D] of k or v, but 0 where no query of the tile sees them."""
+        return jnp.where(visible.any((-2, -3))[..., None], x, 0) if self.hides_keys else x
+
+    def dropped(self, p: jax.Array, at: At) -> jax.Array:
+        """`p` after dropout, which is its own transpose."""
+        if self.dropout is None:
+            return p
+        rate, (words, offsets) = self.problem.dropout_rate, self.dropout
+        if rate == 1:
+            return jnp.zeros_like(p)
+        kept = pair_functions.keep(rate, words, self.pairs_at(at), *offsets)
+        return jnp.where(kept, p * (1 / (1 - rate)), 0)
+
+    def over_visits(self, at: At, inner: str, body: Callable, carry: Any) -> Any:
+        """`body(at, carry, masked)` over the blocks along `inner` ("q" or "k") that `at` visits."""
+        plan = self.schedule
+        if plan.inner == 1:
+            return body(at._replace(**{inner: 0}), carry, plan.has_masked)
+        visits = plan.visits(at.k if inner == "q" else at.q, at.batch)
+
+        def run(count, index, masked, carry):
+            step = lambda n, c: body(at._replace(**{inner: index(n)}), c, masked)
+            return lax.fori_loop(0, count, step, carry)
+
+        if plan.has_masked:
+            carry = run(visits.n_masked, visits.masked, True, carry)
+        if plan.has_full:
+            carry = run(visits.n_full, visits.full, False, carry)
+        return carry
+
+    def outer(self, over: str, body: Callable, carry: Any) -> tuple:
+        return walk(self.tiling, self.problem.h, over, self.schedule.outer, body, carry)
+
+    def named_extras(self) -> list[tuple[str, jax.Array]]:
+        return [
+            (name, x) for name in sorted(self.extras) for x in jax.tree.leaves(self.extras[name])
+        ]
+
+    def cut_extras(self, at: At) -> list[jax.Array]:
+        sides = jax.tree.leaves(self.sides)
+        return [self.cut(x, y, at) if y else x for (_, x), y in zip(self.named_extras(), sides)]
+
+    def wants(self, name: str, leaf: jax.Array, wanted: frozenset[str]) -> bool:
+        return name in wanted and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    def add_extras(self, sums: list, tiles: list, diff: list[bool], at: At) -> list:
+        sides = [y for y, yes in zip(jax.tree.leaves(self.sides), diff) if yes]
+        add = lambda x, tile, y: self.tiling.add(x, tile, y, at) if y else x + tile
+        return [add(x, tile.astype(x.dtype), y) for x, tile, y in zip(sums, tiles, sides)]
+
+    def restore_extras(self, operands: Operands, sums: list, diff: list[bool], wanted) -> dict:
+        """Gradients in the shapes and dtypes of `operands`, from those of the laid out ones."""
+        originals = dict(scale=operands.scale, bias=operands.bias, mods=operands.mods)
+        leaves, tree = jax.tree.flatten(originals)
+        unfilled = jax.tree.leaves(_view_extras(self.problem, operands, lambda x: x))
+
+        def restore(original, like, total):
+            inside = tuple(slice(n) for n in like.shape)
+            return total[inside].reshape(original.shape).astype(original.dtype)
+
+        sums = iter(sums)
+        grads = [
+            restore(x, like, next(sums)) if yes else None
+            for x, like, yes in zip(leaves, unfilled, diff)
+        ]
+        grads = jax.tree.unflatten(tree, grads)
+        return {name: grads[name] for name in wanted}
+
+
+def _view_extras(problem: Problem, operands: Operands, fill: Callable) -> dict:
+    views = grouped.by_side(problem, fill)
+    scale, bias = operands.scale, operands.bias
+    return dict(
+        scale=None
+        if scale is None
+        else scale.astype(jnp.promote_types(problem.dtype, jnp.float32)),
+        bias=None if bias is None else views["pair"](bias),
+        mods=tuple(mod.map(**views) for mod in operands.mods),
+    )
+
+
+def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _Layout:
+    plan = schedule.make(problem, operands, config.block_q, config.block_k, of)
+    sizes = {"q": _up(problem.T, config.block_q), "k": _up(problem.t, config.block_k)}
+    fill = lambda y, axes="hgqk": pad(y, axes, sizes)
+    views = grouped.by_side(problem, fill)
+    # float16 products are no faster than float32 ones on a CPU, and dS may exceed its range.
+    wide = jnp.float32 if problem.dtype == jnp.float16 else problem.dtype
+    cut, whole = {side: lambda _: "hgqk" for side in views}, lambda _: ""
+    dropout = None
+    if problem.dropout_rate > 0:
+        dropout = (operands.dropout[0], operands.dropout[1]), operands.row_offsets or (0, 0)
+    return _Layout(
+        problem=problem,
+        tiling=_tiling(problem, config, plan),
+        schedule=plan,
+        sizes=sizes,
+        q=fill(grouped.queries(operands.q, problem).astype(wide), "hgqD"),
+        k=fill(grouped.keys(operands.k).astype(wide), "hkD"),
+        v=fill(grouped.keys(operands.v).astype(wide), "hkd"),
+        pairs=grouped.pairs(problem, operands, (sizes["q"], sizes["k"])),
+        mask=None if operands.mask is None else operands.mask.map(**views),
+        extras=_view_extras(problem, operands, fill),
+        sides=dict(
+            scale=None if operands.scale is None else "",
+            bias=None if operands.bias is None else "hgqk",
+            mods=tuple(mod.map(**cut, scalar=whole, whole=whole) for mod in operands.mods),
+        ),
+        dropout=dropout,
+        hides_keys=schedule.hides(problem, operands.mask)[1],
+    )
+
+
+def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling:
+    """As many heads a tile as its budget of scores allows, then whole batches, else entry by entry."""
+    a_head = problem.group * config.block_q * config.block_k
+    fits = [
+        n for n in range(1, problem.h + 1) if problem.h % n == 0 and n * a_head <= config.scores
+    ]
+    heads = max(fits, default=1)
+    known = all(isinstance(n, int) for n in problem.batch)  # jax.export may leave sizes open
+    small = not known or math.prod(problem.batch) * problem.h * a_head <= config.scores
+    together = small and not plan.per_batch
+    batch = tuple(1 if together else n for n in problem.batch)
+    return Tiling(batch, heads, config.block_q, config.block_k)
+
+
+def exp_by_polynomial(x: jax.Array) -> jax.Array:
+    """exp(x) for float32 x below 88, to 2 units in the last place; 0 below -87.
+
+    2^y with y = x·log2(e): the nearest integer goes into the exponent's bits, the rest, within
+    1/2 of 0, through a polynomial of degree 5 fitted to 2^r for the smallest relative error.
+    """
+    y = jnp.maximum(x * LOG2E, -150.0)
+    shifted = y + 12582912.0  # 1.5 * 2^23: the sum keeps the nearest integer in its low bits
+    r = y - (shifted - 12582912.0)
+    p = jnp.float32(EXP2[0])
+    for c in EXP2[1:]:
+        p = p * r + jnp.float32(c)
+    bits = lax.bitcast_convert_type(p, jnp.int32)
+    bits += lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), jnp.int32(23))
+    return jnp.where(y < -126, 0, lax.bitcast_convert_type(bits, jnp.float32))

@@ -1,0 +1,1 @@
+"""Attention kernels: arrays in, arrays out. No user validation, no autodiff rules, no jflash."""

@@ -1,0 +1,86 @@
+"""One attention call as an implementation sees it: static facts, and arrays."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static facts of one call; hashable, the same for forward and backward.
+
+    Axes: upper case is the query side, lower case the key side. `q [*batch, T, H, D]`,
+    `k [*batch, t, h, D]`, `v [*batch, t, h, d]`.
+    """
+
+    batch: tuple
+    T: int
+    t: int
+    H: int
+    h: int
+    D: int
+    d: int
+    dtype: Any
+    scale: float | None  # None: a traced scale, in Operands
+    dropout_rate: float
+    precision: Any
+    deterministic: bool
+    platform: str  # "cpu", "cuda", "rocm" or "tpu": what the call is traced for
+    default_positions: bool  # query row i stands at i + t - T, key row j at j
+
+    @property
+    def group(self) -> int:
+        """Query heads a key head serves (grouped-query attention)."""
+        return self.H // self.h
+
+    def of(self, operands: "Operands") -> "Problem":
+        """The same call on other (local, batched) operands."""
+        *batch, T, H, D = operands.q.shape
+        *_, t, h, d = operands.v.shape
+        return dataclasses.replace(self, batch=tuple(batch), T=T, t=t, H=H, h=h, D=D, d=d)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands:
+    """The arrays of one call, a pytree; what the call lacks is None.
+
+    A mask and score modifiers are objects with data on a side (per query, per key, ...): see
+    `jflash.fields`. Leading axes are `*batch`, each of its full size or 1.
+    """
+
+    q: Any  # [*batch, T, H, D]
+    k: Any  # [*batch, t, h, D]
+    v: Any  # [*batch, t, h, d]
+    scale: Any = None  # [], when traced
+    bias: Any = None  # [*batch or 1, H or 1, T or 1, t or 1]
+    mods: tuple = ()  # score modifiers, applied left to right
+    sinks: Any = None  # [H]
+    mask: Any = None
+    q_positions: Any = None  # [*batch or 1, T]
+    k_positions: Any = None  # [*batch or 1, t]
+    dropout: Any = None  # uint32 [2]: the words of the key
+    row_offsets: Any = None  # (q, k), added to the rows for dropout
+    b: Any = None  # int32 [*batch]: index of each batch entry; None: counted row-major
+    h: Any = None  # int32 [H]: index of each query head; None: counted
+
+
+jax.tree_util.register_dataclass(Operands, [f.name for f in dataclasses.fields(Operands)], [])
+
+
+def batch_index(problem: Problem, operands: Operands) -> jax.Array:
+    """int32 [*batch]: the index of each batch entry, row-major over several batch axes."""
+    if operands.b is not None:
+        return operands.b
+    index = jnp.zeros(problem.batch, jnp.int32)
+    stride = 1
+    for axis in reversed(range(len(problem.batch))):
+        index += jax.lax.broadcasted_iota(jnp.int32, problem.batch, axis) * stride
+        stride = stride * problem.batch[axis]
+    return index
+
+
+def head_index(problem: Problem, operands: Operands) -> jax.Array:
+    """int32 [H]: the index of each query head."""
+    return jnp.arange(problem.H, dtype=jnp.int32) if operands.h is None else operands.h
