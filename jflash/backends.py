@@ -77,9 +77,7 @@ def platform() -> str:
         device = default or jax.devices()[0]
         kind, name = device.client.platform_version, device.platform
     if name in ("gpu", "cuda", "rocm"):
-        return (
-            "rocm" if name == "rocm" or kind.startswith("gfx") or "rocm" in kind.lower() else "cuda"
-        )
+        return "rocm" if name == "rocm" or kind.startswith("gfx") or "rocm" in kind.lower() else "cuda"
     return name
 
 
@@ -130,9 +128,7 @@ class Explanation:
             f"  config:   {self.config}",
             f"  schedule: {self.schedule}",
         ]
-        return "\n".join(
-            lines + [f"  not {name}: {reason}" for name, reason in self.why_not.items()]
-        )
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.why_not.items()])
 
 
 def explain(problem: Problem, operands: Operands, implementation: str | None) -> Explanation:

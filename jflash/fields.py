@@ -86,9 +86,7 @@ def _is_static(field: dataclasses.Field, value: Any) -> bool:
 
 def _flatten_with_keys(obj):
     values = {f.name: getattr(obj, f.name) for f in dataclasses.fields(obj)}
-    fixed = {
-        f.name: values[f.name] for f in dataclasses.fields(obj) if _is_static(f, values[f.name])
-    }
+    fixed = {f.name: values[f.name] for f in dataclasses.fields(obj) if _is_static(f, values[f.name])}
     names = tuple(name for name in values if name not in fixed)
     children = [(jax.tree_util.GetAttrKey(name), values[name]) for name in names]
     return children, (names, tuple(fixed.items()))

@@ -258,9 +258,7 @@ class And(Mask):
         a, b = self.a.interval(position, of), self.b.interval(position, of)
         if a is None or b is None:
             return None
-        return Interval(
-            _tighter(max, jnp.maximum, a.lo, b.lo), _tighter(min, jnp.minimum, a.hi, b.hi)
-        )
+        return Interval(_tighter(max, jnp.maximum, a.lo, b.lo), _tighter(min, jnp.minimum, a.hi, b.hi))
 
     @property
     def contiguous(self):  # pyright: ignore[reportIncompatibleVariableOverride]

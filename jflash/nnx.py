@@ -42,10 +42,12 @@ class FlashMultiHeadAttention(nnx.Module):
     - `dtype`: Computes in this dtype; `None` promotes inputs and parameters.
     - `param_dtype`: Stores parameters in this dtype.
     - `kernel_init`, `bias_init`: Initialisers of all four projections.
-    - `precision`, `implementation`: As in `jflash.attention`; `precision` holds for the projections too.
+    - `precision`: As in `jflash.attention`, for the projections too.
+    - `implementation`: As in `jflash.attention`.
     - `rngs`: `params` initialises. With dropout, `dropout` is forked and kept for calls that
       bring no `rngs`, as in `nnx.MultiHeadAttention`.
-    - `keep_rngs`: False keeps no key, so that the layer has no state but parameters; calls then bring `rngs`.
+    - `keep_rngs`: False keeps no key: the layer then has no state but parameters, and calls bring
+      `rngs`.
 
     **Raises:**
 
@@ -78,8 +80,8 @@ class FlashMultiHeadAttention(nnx.Module):
         _check_heads(in_features, num_heads, num_kv_heads, head_dim)
         if not 0 <= dropout_rate <= 1:  # also refuses NaN
             raise ValueError(
-                f"`FlashMultiHeadAttention(dropout_rate=...)`: dropout_rate is a probability, so it "
-                f"lies in [0, 1]. Got {dropout_rate}; 0 turns dropout off."
+                f"`FlashMultiHeadAttention(dropout_rate=...)`: dropout_rate is a probability, so "
+                f"it lies in [0, 1]. Got {dropout_rate}; 0 turns dropout off."
             )
         head_dim = in_features // num_heads if head_dim is None else head_dim
         kv_features = in_features if kv_features is None else kv_features
@@ -121,7 +123,7 @@ class FlashMultiHeadAttention(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> Float[Array, "*B T O"]:
-        """Returns attention from the rows of `x_q` to the rows of `x_kv`, projected to `O` channels.
+        """Returns attention from rows of `x_q` to rows of `x_kv`, projected to `O` channels.
 
         Nothing is masked unless `mask` says so: pass `Causal()` for a decoder and
         `Causal() & Segments(ids)` for packed documents. Positions never stand in for segment ids:
@@ -211,8 +213,8 @@ class FlashMultiHeadAttention(nnx.Module):
                 raise ValueError(
                     f"`FlashMultiHeadAttention.__call__`: {name} must have {features} channels, "
                     f"because its projection was made with {argument}={features}. Got "
-                    f"{name}.shape={x.shape} in the order (*B, rows, channels); make the layer with "
-                    f"{argument}={x.shape[-1]}. Without x_kv, keys and values come from x_q."
+                    f"{name}.shape={x.shape} in the order (*B, rows, channels); make the layer "
+                    f"with {argument}={x.shape[-1]}. Without x_kv, keys and values come from x_q."
                 )
 
 
@@ -226,14 +228,14 @@ def _check_heads(in_features, num_heads, num_kv_heads, head_dim):
         )
     if head_dim is None and in_features % num_heads:
         raise ValueError(
-            f"`FlashMultiHeadAttention(in_features, num_heads)`: heads share in_features evenly when "
-            f"head_dim is not given. Got in_features={in_features} and num_heads={num_heads}; pass "
+            f"`FlashMultiHeadAttention(in_features, num_heads)`: without head_dim, heads share "
+            f"in_features evenly. Got in_features={in_features} and num_heads={num_heads}; pass "
             f"head_dim."
         )
 
 
 def _with_batch_axes(positions, batch_axes):
-    """Returns [T] positions as [1, ..., 1, T], which is how `attention` takes them; others as given."""
+    """Returns [T] positions as `attention` takes them, [1, ..., 1, T], and others as given."""
     if positions is None:
         return None
     positions = jnp.asarray(positions)

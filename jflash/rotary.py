@@ -1,4 +1,4 @@
-"""Rotary position embedding: rotates pairs of channels of q and k by an angle linear in the position."""
+"""Rotary position embedding: pairs of channels turn by an angle linear in the position."""
 
 import dataclasses
 
@@ -49,9 +49,9 @@ def apply_rotary(
     r = head_dim if rotary_dim is None else rotary_dim
     if r % 2 or not 0 <= r <= head_dim:
         raise ValueError(
-            f"`apply_rotary(x, positions, rotary_dim=...)`: rotary_dim must be even (channels turn in "
-            f"pairs) and between 0 and the head dimension. Got rotary_dim={rotary_dim} with "
-            f"x.shape={x.shape}, head dimension {head_dim}. Pass an even rotary_dim, such as "
+            f"`apply_rotary(x, positions, rotary_dim=...)`: rotary_dim must be even, because "
+            f"channels turn in pairs, and between 0 and the head dimension, {head_dim}. Got "
+            f"rotary_dim={rotary_dim} and x.shape={x.shape}. Pass an even rotary_dim, such as "
             f"{min(max(r, 0), head_dim) // 2 * 2}."
         )
     positions = jnp.asarray(positions)
@@ -111,7 +111,7 @@ def _check_positions(positions, x):
     if not fits:
         raise ValueError(
             f"`apply_rotary(x, positions)`: positions must be one number per row of x, so [T] or "
-            f"[*B, T] with 1 for any axis of *B, because a shape that merely broadcasts would rotate "
+            f"[*B, T] with 1 for any axis of *B, because a shape that merely broadcasts would turn "
             f"rows by the position of others. Got positions.shape={positions.shape} and "
             f"x.shape={x.shape} in the order (*B, T, H, D); pass shape {rows} or {rows[-1:]}."
         )

@@ -72,8 +72,7 @@ def _attend_bwd(call: Call, residuals, cotangents):
     do, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     grads = _backward(call, wanted.value, operands, out, lse, do, dlse)
     none = {
-        f.name: jax.tree.map(lambda _: None, getattr(operands, f.name))
-        for f in dataclasses.fields(operands)
+        f.name: jax.tree.map(lambda _: None, getattr(operands, f.name)) for f in dataclasses.fields(operands)
     }
     return (Operands(**none | grads),)
 
@@ -99,9 +98,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _backward(
-    call: Call, wanted: frozenset, operands: Operands, out, lse, do, dlse
-) -> dict[str, Any]:
+def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, dlse) -> dict[str, Any]:
     problem = call.problem.of(operands)
     empty = lse == -jnp.inf
     if do is None:

@@ -68,9 +68,7 @@ class Schedule:
             if not self.has_full:
                 return Visits(partial + full, lambda n: order[n], 0, lambda n: n)
             return Visits(partial, lambda n: order[n], full, lambda n: order[partial + n])
-        lo, full_lo, full_hi, hi = (
-            pick(self.ranges) if self.ranges is not None else self.arithmetic(i)
-        )
+        lo, full_lo, full_hi, hi = pick(self.ranges) if self.ranges is not None else self.arithmetic(i)
         if not self.has_full:
             return Visits(hi - lo, lambda n: lo + n, 0, lambda n: n)
         before = full_lo - lo
@@ -88,9 +86,7 @@ def make(problem: Problem, operands: Operands, block_q: int, block_k: int, of: s
     n_q, n_k = -(-problem.T // block_q), -(-problem.t // block_k)
     outer, inner = (n_q, n_k) if of == "query" else (n_k, n_q)
     has_masked = mask is not None or problem.t % block_k != 0
-    common = dict(
-        outer=outer, inner=inner, has_masked=has_masked, has_full=not has_masked or inner > 1
-    )
+    common = dict(outer=outer, inner=inner, has_masked=has_masked, has_full=not has_masked or inner > 1)
     nothing = dict(arithmetic=None, ranges=None, order=None, counts=None)
     if is_arithmetic(problem, mask):
         bounds = _bounds(problem, mask, block_q, block_k, of)

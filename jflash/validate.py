@@ -266,9 +266,7 @@ def _pairwise(where: _Where, argument: str, x: jax.Array) -> jax.Array:
     lead = (1,) * (len(full) - x.ndim)
     fits = x.ndim <= len(full) and all(n in (1, m) for n, m in zip((*lead, *x.shape), full))
     p = where.problem
-    swapped = (
-        f" Axes are (*batch, heads, T, t), and this call has T={p.T} queries over t={p.t} keys."
-    )
+    swapped = f" Axes are (*batch, heads, T, t), and this call has T={p.T} queries over t={p.t} keys."
     _check(
         fits,
         ValueError,
@@ -399,9 +397,7 @@ def _mask(where: _Where, mask: masks.Mask) -> masks.Mask:
             return masks.Dense(_pairwise(where, argument, array))
         case masks.Function():
             at = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-            call, consts = _trace(
-                where, f"{argument[:-5]}(fn))", mask.fn, at, "fn(b, h, q_pos, k_pos)", bool
-            )
+            call, consts = _trace(where, f"{argument[:-5]}(fn))", mask.fn, at, "fn(b, h, q_pos, k_pos)", bool)
             return masks.Traced(call, consts)
     raise TypeError(
         f"`{where.call}(mask=...)` knows the masks of jflash and their combinations. Got a "
@@ -435,9 +431,7 @@ def _prefix(where: _Where, argument: str, n: Any) -> jax.Array:
         )
         return jnp.full((1,) * (nb + 1), int(n), jnp.int32)
     n = _array(argument, n)
-    _check(
-        jnp.issubdtype(n.dtype, jnp.integer), TypeError, argument, "n must be integers", _kind(n)
-    )
+    _check(jnp.issubdtype(n.dtype, jnp.integer), TypeError, argument, "n must be integers", _kind(n))
     if n.ndim == nb and all(a in (1, b) for a, b in zip(n.shape, p.batch)):
         return n.astype(jnp.int32)[..., None]
     if n.ndim == nb + 1 and n.shape[-1] == 1:
@@ -526,18 +520,12 @@ class _Jaxpr:
         return jax.extend.core.jaxpr_as_fun(closed)(*args)[0]
 
 
-def _trace(
-    where: _Where, argument: str, fn: Callable, at: list, signature: str, returns: type
-) -> tuple:
+def _trace(where: _Where, argument: str, fn: Callable, at: list, signature: str, returns: type) -> tuple:
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*at)
     wanted = "a boolean" if returns is bool else "a floating-point"
     fits = isinstance(shape, jax.ShapeDtypeStruct) and shape.shape == ()
-    fits = fits and (
-        shape.dtype == bool if returns is bool else jnp.issubdtype(shape.dtype, jnp.floating)
-    )
-    _check(
-        fits, ValueError, argument, f"{signature} must map scalars to {wanted} scalar", f"{shape}"
-    )
+    fits = fits and (shape.dtype == bool if returns is bool else jnp.issubdtype(shape.dtype, jnp.floating))
+    _check(fits, ValueError, argument, f"{signature} must map scalars to {wanted} scalar", f"{shape}")
     consts = tuple(jnp.asarray(c) for c in closed.consts)
     for c in consts:
         _check(

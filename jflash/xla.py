@@ -288,9 +288,7 @@ class _Layout:
         return walk(self.tiling, self.problem.h, over, self.schedule.outer, body, carry)
 
     def named_extras(self) -> list[tuple[str, jax.Array]]:
-        return [
-            (name, x) for name in sorted(self.extras) for x in jax.tree.leaves(self.extras[name])
-        ]
+        return [(name, x) for name in sorted(self.extras) for x in jax.tree.leaves(self.extras[name])]
 
     def cut_extras(self, at: At) -> list[jax.Array]:
         sides = jax.tree.leaves(self.sides)
@@ -316,8 +314,7 @@ class _Layout:
 
         sums = iter(sums)
         grads = [
-            restore(x, like, next(sums)) if yes else None
-            for x, like, yes in zip(leaves, unfilled, diff)
+            restore(x, like, next(sums)) if yes else None for x, like, yes in zip(leaves, unfilled, diff)
         ]
         grads = jax.tree.unflatten(tree, grads)
         return {name: grads[name] for name in wanted}
@@ -327,9 +324,7 @@ def _view_extras(problem: Problem, operands: Operands, fill: Callable) -> dict:
     views = grouped.by_side(problem, fill)
     scale, bias = operands.scale, operands.bias
     return dict(
-        scale=None
-        if scale is None
-        else scale.astype(jnp.promote_types(problem.dtype, jnp.float32)),
+        scale=None if scale is None else scale.astype(jnp.promote_types(problem.dtype, jnp.float32)),
         bias=None if bias is None else views["pair"](bias),
         mods=tuple(mod.map(**views) for mod in operands.mods),
     )
@@ -370,9 +365,7 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _
 def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling:
     """As many heads a tile as its budget of scores allows, then whole batches, else entry by entry."""
     a_head = problem.group * config.block_q * config.block_k
-    fits = [
-        n for n in range(1, problem.h + 1) if problem.h % n == 0 and n * a_head <= config.scores
-    ]
+    fits = [n for n in range(1, problem.h + 1) if problem.h % n == 0 and n * a_head <= config.scores]
     heads = max(fits, default=1)
     known = all(isinstance(n, int) for n in problem.batch)  # jax.export may leave sizes open
     small = not known or math.prod(problem.batch) * problem.h * a_head <= config.scores

@@ -68,6 +68,4 @@ def random_bits(key: tuple, at: Pairs, q_offset: Any, k_offset: Any) -> jax.Arra
 
 def keep(rate: float, key: tuple, at: Pairs, q_offset: Any = 0, k_offset: Any = 0) -> jax.Array:
     """True where dropout keeps a pair: with probability 1 - rate, to a multiple of 2^-32."""
-    return random_bits(key, at, q_offset, k_offset) >= jnp.uint32(
-        min(round(rate * 2**32), 2**32 - 1)
-    )
+    return random_bits(key, at, q_offset, k_offset) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
