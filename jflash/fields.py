@@ -7,7 +7,7 @@ object unchanged: on the whole matrix (reference), on tiles, on the extents of b
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class Fields:
             lambda aux, data: _build(cls, dict(zip(aux[0], data)) | dict(aux[1])),
         )
 
-    def map(self, **by_side: Callable[[Any], Any]) -> Self:
+    def map(self, **by_side: Callable[[Any], Any]) -> Any:
         """The same object over other views of its data: `map(query=f, key=g, ...)`."""
         new = {}
         for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]

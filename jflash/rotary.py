@@ -91,13 +91,9 @@ class Rotary:
     dim: int | None = None
     interleaved: bool = False
 
-    def __call__(
-        self, x: Float[Array, "*B T H D"], positions: ArrayLike
-    ) -> Float[Array, "*B T H D"]:
+    def __call__(self, x: Float[Array, "*B T H D"], positions: ArrayLike) -> Float[Array, "*B T H D"]:
         """Returns `apply_rotary(x, positions)` with these settings."""
-        return apply_rotary(
-            x, positions, base=self.base, rotary_dim=self.dim, interleaved=self.interleaved
-        )
+        return apply_rotary(x, positions, base=self.base, rotary_dim=self.dim, interleaved=self.interleaved)
 
 
 def _check_positions(positions, x):

@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.compat import varying_axes
 from pallas_kernels.problem import Operands, Problem
 
-from . import schedule
+from . import schedule, sharding
 
 # For `jax.checkpoint_policies.save_only_these_names`: with these two saved, the backward pass of a
 # checkpointed layer does not run attention forward again.
@@ -44,6 +44,11 @@ class Call:
 
 def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the call, differentiable."""
+    local = functools.partial(_attend_locally, call)
+    return sharding.over_explicit_axes(call.problem, operands, local)
+
+
+def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     operands = _vary_alike(operands)
     if call.implementation.backward is None:
         return call.implementation.forward(call.problem.of(operands), operands, call.config)

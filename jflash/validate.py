@@ -74,6 +74,7 @@ def attention(
         precision=_precision(precision, q.dtype),
         deterministic=bool(deterministic),
         platform=platform(),
+        masked=mask is not None,
         default_positions=q_positions is None and k_positions is None,
     )
     where = _Where(call, problem, (q.shape, k.shape, v.shape))

@@ -42,7 +42,7 @@ class Config:
 
     block_q: int
     block_k: int
-    scores: int = 2**19
+    scores: int = 2**20
 
     def __post_init__(self):
         if min(self.block_q, self.block_k, self.scores) < 1:
@@ -54,7 +54,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def default_config(problem: Problem) -> Config:
-    return Config(_even(problem.T, 512), _even(problem.t, 512))
+    # Larger blocks make faster products, smaller ones follow the border of a mask more closely.
+    block = 512 if problem.masked or max(problem.T, problem.t) <= 512 else 1024
+    return Config(_even(problem.T, block), _even(problem.t, block), 2**21 if block == 512 else 2**20)
 
 
 def candidates(problem: Problem) -> list[Config]:
@@ -82,7 +84,7 @@ def forward(problem: Problem, operands: Operands, config: Config) -> tuple[jax.A
         def visit(at, carry, masked):
             acc, m, l = carry
             v = x.cut(x.v, "hkd", at)
-            s = x.scores(x.product("...gqD,...kD->...gqk", q, x.cut(x.k, "hkD", at)), at)
+            s = x.scores(x.product("...gqD,...Dk->...gqk", q, x.cut(x.k_t, "hDk", at)), at)
             if masked:
                 visible = x.visible(at)
                 s = jnp.where(visible, s, -jnp.inf)
@@ -90,8 +92,8 @@ def forward(problem: Problem, operands: Operands, config: Config) -> tuple[jax.A
             m_new = jnp.maximum(m, s.max(-1, keepdims=True))
             base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
             p = x.exp(s - base)
-            shrink = jnp.exp(m - base)
-            l = l * shrink + p.sum(-1, keepdims=True)
+            shrink = jnp.exp(x.unit * (m - base))
+            l = l * shrink + x.product("...gqk,ko->...gqo", p, jnp.ones((p.shape[-1], 1), p.dtype))
             p = x.dropped(p, at).astype(v.dtype)
             acc = acc * shrink + x.product("...gqk,...kd->...gqd", p, v)
             return acc, m_new, l
@@ -106,7 +108,7 @@ def forward(problem: Problem, operands: Operands, config: Config) -> tuple[jax.A
         empty = m == -jnp.inf
         l = jnp.where(empty, 1, l)
         out = jnp.where(empty, 0, acc / l).astype(problem.dtype)
-        return carry, ((out, "hgqd"), (m + jnp.log(l), "hgq1"))
+        return carry, ((out, "hgqd"), (x.unit * m + jnp.log(l), "hgq1"))
 
     _, (out, lse) = x.outer("q", block_of_queries, ())
     lse = lse[..., : problem.T, 0].reshape(*problem.batch, problem.H, problem.T)
@@ -132,37 +134,36 @@ def backward(
     heads = (*problem.batch, problem.h, problem.group, problem.T, 1)
     lse, delta = x.fill(lse.reshape(heads), "hgq1", jnp.inf), x.fill(delta.reshape(heads), "hgq1")
     do = x.fill(grouped.queries(do, problem).astype(x.q.dtype), "hgqd")
-    # Left operands of the products that sum over queries, in their natural order.
-    q_t, do_t = jnp.moveaxis(x.q, -1, -3), jnp.moveaxis(do, -1, -3)
+    # Operands of the products that sum over queries, and over d, in their natural order.
+    q_t, do_t, v_t = jnp.moveaxis(x.q, -1, -3), jnp.moveaxis(do, -1, -3), x.v.mT
     diff = [x.wants(name, leaf, wanted) for name, leaf in x.named_extras()]
 
     def block_of_keys(carry, at):
-        k, v = x.cut(x.k, "hkD", at), x.cut(x.v, "hkd", at)
+        k, k_t, v_t_ = x.cut(x.k, "hkD", at), x.cut(x.k_t, "hDk", at), x.cut(v_t, "hdk", at)
 
         def visit(at, carry, masked):
             (dq_sum, extras_sum), dk, dv = carry
             do_, lse_ = x.cut(do, "hgqd", at), x.cut(lse, "hgq1", at)
-            raw = x.product("...gqD,...kD->...gqk", x.cut(x.q, "hgqD", at), k)
+            raw = x.product("...gqD,...Dk->...gqk", x.cut(x.q, "hgqD", at), k_t)
             extras = x.cut_extras(at)
             s, pull = jax.vjp(
                 lambda raw, some: x.scores(raw, at, _merge(diff, some, extras)),
                 raw,
                 [leaf for leaf, yes in zip(extras, diff) if yes],
             )
-            k_, v_ = k, v
             if masked:
                 visible = x.visible(at)
                 s = jnp.where(visible, s, -jnp.inf)
-                k_, v_ = x.seen(k, visible), x.seen(v, visible)
-            p = x.exp(s - lse_)
-            dp = x.dropped(x.product("...gqd,...kd->...gqk", do_, v_), at)
-            ds = p * (dp - x.cut(delta, "hgq1", at))
+            p = x.exp(s, lse_)
+            dp = x.product("...gqd,...dk->...gqk", do_, v_t_)
             if masked:
-                ds = jnp.where(visible, ds, 0)  # whatever the score of a hidden pair was
+                dp = jnp.where(visible, dp, 0)  # whatever a hidden key holds
+            ds = p * (x.dropped(dp, at) - x.cut(delta, "hgq1", at))
             draw, dextras = pull(ds)
             if masked and operands.mods:
                 draw = jnp.where(visible, draw, 0)  # 0 times a modifier's infinite slope
-            p, draw = x.dropped(p, at).astype(v.dtype), draw.astype(k.dtype)
+            p, draw = x.dropped(p, at).astype(do.dtype), (x.unit * draw).astype(k.dtype)
+            k_ = x.seen(k, visible) if masked else k
             dv = dv + x.product("...dgq,...gqk->...dk", x.cut(do_t, "hdgq", at), p)
             dk = dk + x.product("...Dgq,...gqk->...Dk", x.cut(q_t, "hDgq", at), draw)
             dq = x.product("...gqk,...kD->...gqD", draw, k_)
@@ -196,7 +197,9 @@ class _Layout:
     sizes: dict  # rows of queries ("q") and keys ("k"), filled up to whole blocks
     q: jax.Array  # [*batch, h, group, T, D]
     k: jax.Array  # [*batch, h, t, D]
+    k_t: jax.Array  # [*batch, h, D, t]
     v: jax.Array  # [*batch, h, t, d]
+    unit: float  # what a score must be multiplied by to be in nats
     pairs: Pairs
     mask: Any
     extras: dict  # what scores depend on beside q and k: scale, bias, mods
@@ -225,15 +228,21 @@ class _Layout:
             spec, a, b, precision=self.problem.precision, preferred_element_type=self.accumulator
         )
 
-    def exp(self, x: jax.Array) -> jax.Array:
-        on_cpu = self.problem.platform == "cpu" and x.dtype == jnp.float32
-        return exp_by_polynomial(x) if on_cpu else jnp.exp(x)
+    def exp(self, s: jax.Array, lse: Any = 0) -> jax.Array:
+        """exp(unit * s - lse), computed once however many products use it."""
+        if self.problem.platform == "cpu" and s.dtype == jnp.float32:
+            p = exp2_by_polynomial(s * (self.unit * LOG2E) - lse * LOG2E)
+        else:
+            p = jnp.exp(self.unit * s - lse)
+        return lax.optimization_barrier(p)
 
     def pairs_at(self, at: At) -> Pairs:
         return Pairs(*(self.cut(x, "hgqk", at) for x in self.pairs))
 
     def scores(self, raw: jax.Array, at: At, extras: list | None = None) -> jax.Array:
-        """Scores from q·k: scaled, biased, modified; `extras` replaces the leaves `cut_extras(at)`."""
+        """Scores from q·k, in `unit`; `extras` replaces the leaves `cut_extras(at)`."""
+        if self.unit != 1:
+            return raw
         leaves = self.cut_extras(at) if extras is None else extras
         extras = jax.tree.unflatten(jax.tree.structure(self.extras), leaves)
         scale = self.problem.scale if extras["scale"] is None else extras["scale"]
@@ -341,14 +350,19 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _
     dropout = None
     if problem.dropout_rate > 0:
         dropout = (operands.dropout[0], operands.dropout[1]), operands.row_offsets or (0, 0)
+    # Where scores are q·k and a factor, the factor waits for the exponential: a pass less.
+    scale, plain = problem.scale, operands.bias is None and not operands.mods
+    k = fill(grouped.keys(operands.k).astype(wide), "hkD")
     return _Layout(
         problem=problem,
         tiling=_tiling(problem, config, plan),
         schedule=plan,
         sizes=sizes,
         q=fill(grouped.queries(operands.q, problem).astype(wide), "hgqD"),
-        k=fill(grouped.keys(operands.k).astype(wide), "hkD"),
+        k=k,
+        k_t=k.mT,
         v=fill(grouped.keys(operands.v).astype(wide), "hkd"),
+        unit=scale if plain and scale is not None and scale > 0 else 1.0,
         pairs=grouped.pairs(problem, operands, (sizes["q"], sizes["k"])),
         mask=None if operands.mask is None else operands.mask.map(**views),
         extras=_view_extras(problem, operands, fill),
@@ -374,15 +388,15 @@ def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling
     return Tiling(batch, heads, config.block_q, config.block_k)
 
 
-def exp_by_polynomial(x: jax.Array) -> jax.Array:
-    """exp(x) for float32 x below 88, to 2 units in the last place; 0 below -87.
+def exp2_by_polynomial(y: jax.Array) -> jax.Array:
+    """2^y for float32 y below 127, to 2 units in the last place; 0 below -126.
 
-    2^y with y = x·log2(e): the nearest integer goes into the exponent's bits, the rest, within
-    1/2 of 0, through a polynomial of degree 5 fitted to 2^r for the smallest relative error.
+    The nearest integer goes into the exponent's bits, the rest, within 1/2 of 0, through a
+    polynomial fitted to 2^r for the smallest relative error.
     """
-    y = jnp.maximum(x * LOG2E, -150.0)
-    shifted = y + 12582912.0  # 1.5 * 2^23: the sum keeps the nearest integer in its low bits
-    r = y - (shifted - 12582912.0)
+    bounded = jnp.maximum(y, -150.0)
+    shifted = bounded + 12582912.0  # 1.5 * 2^23: the sum keeps the nearest integer in its low bits
+    r = bounded - (shifted - 12582912.0)
     p = jnp.float32(EXP2[0])
     for c in EXP2[1:]:
         p = p * r + jnp.float32(c)
