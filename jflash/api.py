@@ -118,17 +118,26 @@ def explain(
 ) -> backends.Explanation:
     """What `attention` of these arguments would run, how, and for each other implementation why not.
 
-    Takes the arguments of `attention` (arrays, or `jax.ShapeDtypeStruct` in a trace) and computes
+    Takes the arguments of `attention`, where q, k and v may be `jax.ShapeDtypeStruct`, and computes
     nothing. Print the record, or read its fields.
 
     >>> import jax.numpy as jnp, jflash
     >>> x = jnp.ones((1, 1024, 4, 64))
     >>> print(jflash.explain(x, x, x, jflash.Causal()))
+    xla on cpu: q (1, 1024, 4, 64), k (1, 1024, 4, 64), v (1, 1024, 4, 64), float32
+      config:   Config(block_q=512, block_k=512, scores=2097152)
+      schedule: empty blocks are skipped, by arithmetic on the block's index
+      not reference: dense, T·t memory: never chosen by itself; ask for it by implementation='reference'
     """
-    defaults = dict.fromkeys(attention.__kwdefaults__ or ()) | (attention.__kwdefaults__ or {})
-    arguments = dict(q=q, k=k, v=v, mask=mask) | defaults | kwargs
-    problem, operands = validate.attention("explain", **arguments)
-    return backends.explain(problem, operands, arguments["implementation"])
+    arguments = dict(attention.__kwdefaults__ or {}) | kwargs
+    record = []
+
+    def trace(q, k, v):
+        problem, operands = validate.attention("explain", q, k, v, mask, **arguments)
+        record.append(backends.explain(problem, operands, arguments["implementation"]))
+
+    jax.eval_shape(trace, q, k, v)
+    return record[0]
 
 
 def _attend(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:

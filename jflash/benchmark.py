@@ -29,7 +29,9 @@ class Case:
 
     def __str__(self) -> str:
         what = "forward + backward" if self.backward else "forward"
-        return f"T {self.T:5d} {jnp.dtype(self.dtype).name:8s} {'causal' if self.causal else 'full':6s} {what}"
+        return (
+            f"T {self.T:5d} {jnp.dtype(self.dtype).name:8s} {'causal' if self.causal else 'full':6s} {what}"
+        )
 
 
 # The ratio to jax.nn's XLA attention below which `--check` fails. Continuous integration runs on
@@ -42,9 +44,7 @@ FLOORS = {
         1024: (1.2, 1.6, 1.0, 1.2),
         4096: (1.8, 2.6, 1.1, 2.2),
     }.items()
-    for (backward, causal), floor in zip(
-        ((False, False), (False, True), (True, False), (True, True)), floors
-    )
+    for (backward, causal), floor in zip(((False, False), (False, True), (True, False), (True, True)), floors)
 }
 
 
@@ -117,20 +117,26 @@ def _check(case: Case, results: dict[str, Any]) -> None:
             raise AssertionError(f"{case}: off by {error:.1e} of the largest value; not timed")
 
 
+def row(case: Case, times: dict[str, list[float]], floor: float | None) -> tuple[str, bool]:
+    """The printed line of a case, and whether jflash is at least `floor` times as fast as jax.nn."""
+    ratio = lambda name: statistics.median(a / b for a, b in zip(times[name], times["jflash"]))
+    parts = [f"{case!s:42s}"]
+    parts += [f"{name} {1e3 * statistics.median(each):8.2f}" for name, each in times.items()]
+    parts += [f"{name}/jflash {ratio(name):5.2f}" for name in times if name != "jflash"]
+    good = floor is None or ratio("jax.nn") >= floor
+    return "  ".join(parts if good else [*parts, f"below its floor of {floor}"]), good
+
+
 def cpu(check: bool = False, dtypes: tuple = (jnp.float32,), seconds: float = 4.0) -> bool:
-    """Prints the table; with `check`, whether every ratio is at least its floor."""
+    """Prints the table; returns whether, with `check`, every float32 ratio is at least its floor."""
+    device = jax.devices()[0].device_kind
+    print(f"B 1, H 8, D 64, {device}; milliseconds are medians, ratios medians of neighbouring runs")
     good = True
-    print(f"B 1, H 8, D 64, {jax.devices()[0].device_kind}; milliseconds are medians, ratios medians of pairs")
     for dtype in dtypes:
         for base, floor in FLOORS.items():
             case = dataclasses.replace(base, dtype=dtype)
-            times = measure(case, seconds)
-            ratio = lambda name: statistics.median(a / b for a, b in zip(times[name], times["jflash"]))
-            line = f"{case!s:42s}" + "".join(
-                f"  {name} {1e3 * statistics.median(each):8.2f}" for name, each in times.items()
-            )
-            line += "".join(f"  {name}/jflash {ratio(name):5.2f}" for name in times if name != "jflash")
-            if check and dtype == jnp.float32 and ratio("jax.nn") < floor:
-                good, line = False, line + f"  below its floor of {floor}"
+            held = floor if check and dtype == jnp.float32 else None
+            line, fits = row(case, measure(case, seconds), held)
             print(line, flush=True)
+            good = good and fits
     return good

@@ -34,7 +34,9 @@ def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=(PartitionSpec(*batch, None, heads, None), PartitionSpec(*batch, heads, None)),
-        axis_names={name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit},
+        axis_names={
+            name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
+        },
     )
     return local(*leaves)
 

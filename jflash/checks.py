@@ -1,0 +1,24 @@
+"""What the checks of arguments share: how an error reads, and how an argument becomes an array."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check(holds: bool, error: type, argument: str, rule: str, got: str, fix: str = "") -> None:
+    if not holds:
+        raise error(f"`{argument}` {rule}. Got {got}.{' ' + fix if fix else ''}")
+
+
+def kind(x: Any) -> str:
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"an array of {x.dtype} and shape {tuple(x.shape)}"
+    return f"{x!r}" if isinstance(x, int | float | str | bool) else f"a {type(x).__name__}"
+
+
+def as_array(argument: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{argument}` must be an array. Got {kind(x)}.") from error
