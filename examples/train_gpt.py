@@ -13,6 +13,7 @@ and the validation loss beside that of a bigram table.
 
 import argparse
 import dataclasses
+import re
 import shutil
 import sysconfig
 import time
@@ -109,9 +110,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(
-            VOCABULARY, config.width, dtype=config.dtype, embedding_init=normal, rngs=rngs
-        )
+        self.embed = nnx.Embed(VOCABULARY, config.width, dtype=config.dtype, embedding_init=normal, rngs=rngs)
         self.blocks = nnx.List(Block(config, rngs) for _ in range(config.layers))
         self.norm = nnx.LayerNorm(config.width, use_bias=False, dtype=config.dtype, rngs=rngs)
         self.remat = config.remat
@@ -119,7 +118,7 @@ class GPT(nnx.Module):
     def __call__(self, tokens):
         # What attention saves is kept: computing it again costs the most for its size.
         policy = jax.checkpoint_policies.save_only_these_names(*jflash.CHECKPOINT_NAMES)
-        apply = nnx.remat(Block.__call__, policy=policy) if self.remat else Block.__call__
+        apply = jax.checkpoint(Block.__call__, policy=policy) if self.remat else Block.__call__
         x = self.embed(tokens)
         for block in self.blocks:
             x = apply(block, x)
@@ -168,9 +167,7 @@ def windows_at(data, starts, length):
 
 def batch_at(data, config, step):
     """Returns the batch of `step`, a function of seed and step alone: resuming needs no state."""
-    starts = np.random.default_rng([config.seed, step]).integers(
-        0, data.size - config.length, config.batch
-    )
+    starts = np.random.default_rng([config.seed, step]).integers(0, data.size - config.length, config.batch)
     return windows_at(data, starts, config.length)
 
 
@@ -189,9 +186,7 @@ def bigram_loss(train, windows):
     counts = counts.reshape(VOCABULARY, VOCABULARY)
     losses = {}
     for smoothing in 10.0 ** np.arange(-4, 2.25, 0.25):
-        table = np.log(counts + smoothing) - np.log(
-            counts.sum(1, keepdims=True) + VOCABULARY * smoothing
-        )
+        table = np.log(counts + smoothing) - np.log(counts.sum(1, keepdims=True) + VOCABULARY * smoothing)
         losses[smoothing] = -table[windows[:, :-1], windows[:, 1:]].mean()
     smoothing = min(losses, key=losses.get)
     return losses[smoothing], smoothing
@@ -327,13 +322,13 @@ def compare(histories, dtype):
         raise SystemExit(f"{' and '.join(histories)} disagree: {text}, above 1e-3")
 
 
-def write_text(graph, params, config, prompt=b"\0import ", size=500):
-    """Returns `size` bytes of sampled text that begin with `prompt`."""
-    text = np.zeros(max(size, config.length), np.int32)
+def write_text(graph, params, config, prompt=b"\0import "):
+    """Returns sampled text that begins with `prompt`."""
+    text = np.zeros(max(500, config.length), np.int32)
     text[: len(prompt)] = list(prompt)
-    key = jax.random.key(config.seed)
-    text = sample(graph, params, text, len(prompt), config.length, key)[:size]
-    return bytes(np.asarray(text, np.uint8)).decode(errors="replace").strip("\0")
+    text = sample(graph, params, text, len(prompt), config.length, jax.random.key(config.seed))
+    text = bytes(np.asarray(text, np.uint8)).decode("ascii", errors="replace").strip("\0")
+    return re.sub(r"[^\n\t -~]", "?", text)  # an early model writes control characters, too
 
 
 def parse(argv):

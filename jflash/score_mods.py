@@ -4,7 +4,6 @@ They act on `scale * q·k + bias` in float32, before the mask, and are different
 tile by `jax.vjp`: float fields get gradients, nobody writes a backward rule.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,12 +50,6 @@ class Alibi(ScoreMod):
 
     def __call__(self, s, at):
         return s - self.slopes * jnp.abs(at.q - at.k).astype(s.dtype)
-
-
-class FunctionMod(ScoreMod):
-    """A user's function before tracing."""
-
-    fn: Callable = static()
 
 
 class TracedMod(ScoreMod):

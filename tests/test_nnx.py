@@ -149,9 +149,7 @@ def test_equals_einsum_attention(case):
 
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_parameters_are_those_of_flax_multi_head_attention(use_bias):
-    flax = nnx.MultiHeadAttention(
-        4, 24, use_bias=use_bias, num_kv_heads=2, decode=False, rngs=nnx.Rngs(3)
-    )
+    flax = nnx.MultiHeadAttention(4, 24, use_bias=use_bias, num_kv_heads=2, decode=False, rngs=nnx.Rngs(3))
     layer = FlashMultiHeadAttention(24, 4, num_kv_heads=2, use_bias=use_bias, rngs=nnx.Rngs(4))
     nnx.update(layer, nnx.state(flax, nnx.Param))
     x = normal(2, 7, 24)
@@ -172,9 +170,7 @@ def test_initialisation_is_that_of_flax():
 def test_positions_feed_rotary_and_mask(shape):
     layer = FlashMultiHeadAttention(16, 2, rotary=Rotary(base=20.0), rngs=nnx.Rngs(0))
     x = normal(2, 5, 16)
-    positions = jnp.asarray(
-        np.random.default_rng(0).permuted(np.full(shape, np.arange(5)), axis=-1)
-    )
+    positions = jnp.asarray(np.random.default_rng(0).permuted(np.full(shape, np.arange(5)), axis=-1))
     assert (np.diff(positions) < 0).any()
     rows = np.broadcast_to(positions, (2, 5))
     visible = (rows[:, None, :] <= rows[:, :, None])[:, None]
@@ -243,9 +239,7 @@ def test_positions_of_three_kinds_are_refused():  # H12: 3-D position ids of mul
 IDS = jnp.array([[1] * 5 + [2] * 7] * 2)
 
 
-@pytest.mark.parametrize(
-    "restart", [False, True], ids=["running positions", "restarting positions"]
-)
+@pytest.mark.parametrize("restart", [False, True], ids=["running positions", "restarting positions"])
 def test_packed_equals_separate(restart):  # H07, H12
     layer = FlashMultiHeadAttention(16, 4, num_kv_heads=2, rotary=Rotary(), rngs=nnx.Rngs(0))
     x = normal(2, 12, 16)
@@ -321,6 +315,11 @@ def test_dropout_is_that_of_attention():
     np.testing.assert_allclose(call(layer, x, mask=Causal(), rngs=key), expected, atol=1e-5)
 
 
+def test_dropout_of_everything_leaves_nothing():  # I05
+    layer = FlashMultiHeadAttention(16, 2, dropout_rate=1.0, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(call(layer, normal(1, 4, 16)), 0)
+
+
 def test_dropout_keeps_the_mean():
     layer = FlashMultiHeadAttention(16, 2, dropout_rate=0.3, rngs=nnx.Rngs(0), keep_rngs=False)
     x = normal(1, 6, 16)
@@ -366,17 +365,13 @@ def test_mixed_precision(monkeypatch):
     grads, exact = jax.tree.leaves(nnx.grad(loss)(mixed)), jax.tree.leaves(nnx.grad(loss)(full))
     assert len(params) == len(grads) == 8
     assert all(x.dtype == jnp.float32 for x in params + grads)
-    np.testing.assert_allclose(
-        out.astype(jnp.float32), call(full, x, mask=Causal()), atol=0.03, rtol=0.02
-    )
+    np.testing.assert_allclose(out.astype(jnp.float32), call(full, x, mask=Causal()), atol=0.03, rtol=0.02)
     for grad, true in zip(grads, exact):
         np.testing.assert_allclose(grad, true, atol=0.03 * max(1e-3, np.abs(true).max()))
 
 
 def test_param_dtype():
-    layer = FlashMultiHeadAttention(
-        16, 2, param_dtype=jnp.bfloat16, use_bias=True, rngs=nnx.Rngs(0)
-    )
+    layer = FlashMultiHeadAttention(16, 2, param_dtype=jnp.bfloat16, use_bias=True, rngs=nnx.Rngs(0))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype("bfloat16")}
     assert call(layer, normal(1, 3, 16)).dtype == jnp.float32  # promoted with the input
 
@@ -384,9 +379,9 @@ def test_param_dtype():
 def test_precision_and_implementation_reach_attention(monkeypatch):
     seen = {}
     monkeypatch.setattr(layers, "attention", lambda q, *_, **kwargs: seen.update(kwargs) or q)
-    FlashMultiHeadAttention(
-        16, 2, precision="highest", implementation="reference", rngs=nnx.Rngs(0)
-    )(normal(1, 3, 16))
+    FlashMultiHeadAttention(16, 2, precision="highest", implementation="reference", rngs=nnx.Rngs(0))(
+        normal(1, 3, 16)
+    )
     assert seen["precision"] == "highest" and seen["implementation"] == "reference"
 
 
@@ -423,9 +418,7 @@ def test_scanned_layers_draw_different_dropout():  # I07
     stack, x = Stack(2, 0.5, nnx.Rngs(0)), normal(1, 6, 16)
     graph, params, rest = nnx.split(stack.layers, nnx.Param, ...)
     alike = jax.tree.map(lambda p: jnp.stack([p[0], p[0]]), params)
-    outs = [
-        nnx.merge(graph, *jax.tree.map(lambda p, i=i: p[i], (alike, rest)))(x) for i in range(2)
-    ]
+    outs = [nnx.merge(graph, *jax.tree.map(lambda p, i=i: p[i], (alike, rest)))(x) for i in range(2)]
     assert np.abs(outs[0] - outs[1]).max() > 0.1
 
 

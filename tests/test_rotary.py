@@ -171,14 +171,12 @@ def test_gradient_turns_the_cotangent_back():
 
 @pytest.mark.parametrize("rotary_dim", [3, 33, 10, -2])
 def test_odd_or_too_large_rotary_dim(rotary_dim):  # O02
-    with pytest.raises(
-        ValueError, match=rf"rotary_dim must be even .* Got rotary_dim={rotary_dim}"
-    ):
+    with pytest.raises(ValueError, match=rf"must be even, .* Got rotary_dim={rotary_dim} and"):
         rotate(normal(1, 2, 1, 8), np.arange(2), rotary_dim=rotary_dim)
 
 
 def test_odd_head_needs_a_rotary_dim():
-    with pytest.raises(ValueError, match="rotary_dim=None .* Pass an even rotary_dim, such as 6"):
+    with pytest.raises(ValueError, match="rotary_dim=None and .* Pass an even rotary_dim, such as 6"):
         rotate(normal(1, 2, 1, 7), np.arange(2))
 
 

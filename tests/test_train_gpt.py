@@ -3,6 +3,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ MICRO = dict(
     learning_rate=1e-2,
     evaluate_every=10,
     save_every=5,
-    windows=10,
+    windows=8,
 )
 
 
@@ -92,9 +93,7 @@ os.rename = lambda old, new: die_if(os.path.basename(new) == "15") or rename(old
 @pytest.mark.parametrize(
     "patch", [BETWEEN_CHECKPOINTS, WHILE_WRITING_ONE], ids=["between checkpoints", "writing one"]
 )
-def test_kill_and_resume_is_bitwise_the_uninterrupted_run(
-    patch, uninterrupted, tmp_path, monkeypatch
-):
+def test_kill_and_resume_is_bitwise_the_uninterrupted_run(patch, uninterrupted, tmp_path, monkeypatch):
     script = KILLED.format(patch=patch, micro=MICRO, out=str(tmp_path))
     root = Path(__file__).parent.parent
     path = os.pathsep.join([str(root), *sys.path])
@@ -106,9 +105,7 @@ def test_kill_and_resume_is_bitwise_the_uninterrupted_run(
     assert {"5", "10"} <= left and "15" not in left
 
     steps, batch_at = [], train_gpt.batch_at
-    monkeypatch.setattr(
-        train_gpt, "batch_at", lambda d, c, step: steps.append(step) or batch_at(d, c, step)
-    )
+    monkeypatch.setattr(train_gpt, "batch_at", lambda d, c, step: steps.append(step) or batch_at(d, c, step))
     history = run(tmp_path)["jflash"]
     assert steps == list(range(10, 20))  # went on where the checkpoint was, not from the start
     assert history == uninterrupted[0]
@@ -124,10 +121,11 @@ def test_other_settings_do_not_resume(uninterrupted):
         run(out, "--seed", "1")
 
 
-def test_fresh_starts_over(tmp_path):
-    first = run(tmp_path, "--steps", "2")["jflash"]
-    other = run(tmp_path, "--steps", "2", "--seed", "1", "--fresh")["jflash"]
-    assert first["train"] != other["train"] and len(other["train"]) == 2
+def test_fresh_starts_over(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted[1], tmp_path, dirs_exist_ok=True)
+    history = run(tmp_path, "--steps", "2", "--dtype", "bfloat16", "--fresh")["jflash"]
+    assert len(history["train"]) == 2 and history["train"] != uninterrupted[0]["train"][:2]
+    assert os.listdir(tmp_path / "run-jflash") == ["2"]
 
 
 def test_compare(tmp_path, capsys):
@@ -181,14 +179,19 @@ def test_gpt2_small_is_gpt2_small():
     assert {p.dtype for p in params} == {jnp.dtype("float32")}
     # GPT-2's matrices; of its other parameters, 256 embeddings and 25 scales of LayerNorms.
     assert sum(p.size for p in params) == 12 * 12 * 768**2 + 256 * 768 + 25 * 768
-    tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
-    logits = nnx.eval_shape(lambda m, t: m(t), model, tokens)
-    assert logits.shape == (2, 1024, 256) and logits.dtype == jnp.float32
+    windows = jax.ShapeDtypeStruct((config.batch, 1025), jnp.int32)
+    optimizer = train_gpt.make_optimizer(config)
+    graph, params = nnx.split(model)
+    state = params, jax.eval_shape(optimizer.init, params)
+    after, loss = jax.eval_shape(train_gpt.make_step(graph, optimizer), state, windows)
+    assert loss.shape == () and loss.dtype == jnp.float32
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(after) == shapes(state)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return train_gpt.GPT(train_gpt.Config(**MICRO | dict(layers=2)), nnx.Rngs(0))
+    return train_gpt.GPT(train_gpt.Config(**MICRO), nnx.Rngs(0))
 
 
 def test_model_does_not_see_the_future(model):
@@ -211,7 +214,15 @@ def test_remat_changes_no_gradient(model):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_sample_keeps_the_prompt_and_looks_back_length_tokens(model):
+def test_sampled_text_is_harmless_to_a_terminal(monkeypatch):
+    config = train_gpt.Config(**MICRO)
+    monkeypatch.setattr(train_gpt, "sample", lambda *_: np.array([0, 27, 91, 65, 9, 10, 195, 66, 0]))
+    assert train_gpt.write_text(None, None, config) == "?[A\t\n?B"
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_sample_keeps_the_prompt_and_looks_back_length_tokens(model, remat):
+    model.remat = remat
     graph, params = nnx.split(model)
     text = np.zeros(40, np.int32)
     text[:5] = [10, 20, 30, 40, 50]
@@ -223,10 +234,10 @@ def test_sample_keeps_the_prompt_and_looks_back_length_tokens(model):
     np.testing.assert_array_equal(draw(text), first)
     assert (draw(text, seed=1) != first).any()
     # Almost without temperature every token is the likeliest after the 16 before it.
-    greedy = draw(text, t=1e-6)
+    greedy, apply = draw(text, t=1e-6), nnx.jit(lambda m, t: m(t))
     for i in range(5, 40):
         seen = greedy[max(0, i - 16) : i]
-        logits = model(jnp.asarray(np.pad(seen, (0, 16 - len(seen))))[None])[0, len(seen) - 1]
+        logits = apply(model, np.pad(seen, (0, 16 - len(seen)))[None])[0, len(seen) - 1]
         assert greedy[i] == np.argmax(logits)
 
 

@@ -1,0 +1,121 @@
+"""How accurate an implementation must be: measured beside plain JAX, never chosen.
+
+The truth is the reference in float64 on the same rounded inputs. Of each output and gradient, in
+each batch entry and head and over a few samples, the largest error over the largest true value, and
+the same of the root mean squares, may be twice those of `plain_attention` in the inputs' dtype, plus
+2 eps. The truth is float64 even for float32 inputs, where otherwise only the 2 eps would be allowed.
+
+`plain_attention` shares no code with jflash, so it is a second opinion on the reference, too: it
+must have half of its digits right, and no wrong formula has.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The axes that errors are taken over; what is left are batch entries and heads. Else all axes.
+WITHIN = {"out": (-3, -1), "lse": (-1,), "dq": (-3, -1), "dk": (-3, -1), "dv": (-3, -1), "dbias": (-2, -1)}
+
+
+def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, kept=None, rate=0.0):
+    """Returns (out, lse) as one would write them down, rounded where `jax.nn` rounds.
+
+    Scores and softmax are float32. The probabilities have the dtype of the inputs, and so have the
+    operands of every product, in the backward pass too.
+
+    - `visible`: boolean, `bias`: float; both broadcast to [*batch, H, T, t].
+    - `mods`: functions of the scores [*batch, H, T, t].
+    - `kept`: boolean [*batch, H, T, t], the pairs that dropout of `rate` keeps.
+    """
+    dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    *batch, T, H, D = q.shape
+    t, h = k.shape[-3:-1]
+    einsum = functools.partial(
+        jnp.einsum, precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    )
+    q = q.reshape(*batch, T, h, H // h, D)
+    s = einsum("...ThgD,...thD->...hgTt", q, k, preferred_element_type=wide)
+    s = cotangent_in(dtype, s).reshape(*batch, H, T, t) * scale
+    if bias is not None:
+        s = s + bias.astype(wide)
+    for mod in mods:
+        s = mod(s)
+
+    visible = jnp.broadcast_to(visible, s.shape)
+    some_key = visible.any(-1)
+    finite = jnp.where(some_key[..., None], jnp.where(visible, s, -jnp.inf), 0)
+    lse = jnp.where(some_key, jax.nn.logsumexp(finite, axis=-1), -jnp.inf)
+    if sinks is not None:  # one more key, which all see and whose value is 0
+        sink = jnp.broadcast_to(sinks.astype(wide)[:, None, None], (*s.shape[:-1], 1))
+        s = jnp.concatenate([s, sink], -1)
+        visible = jnp.concatenate([visible, jnp.ones_like(sink, bool)], -1)
+    p = jax.nn.softmax(s, axis=-1, where=visible)[..., :t].astype(dtype)
+    if kept is not None:
+        p = jnp.where(kept, p / (1 - rate), 0)
+    out = einsum("...hgTt,...thd->...Thgd", p.reshape(*batch, h, H // h, T, t), v)
+    return out.reshape(*batch, T, H, v.shape[-1]), lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def cotangent_in(dtype, x):
+    """Returns `x`, and rounds its cotangent to `dtype`."""
+    return x
+
+
+cotangent_in.defvjp(
+    lambda dtype, x: (x, None),
+    lambda dtype, _, cotangent: (cotangent.astype(dtype).astype(cotangent.dtype),),
+)
+
+
+def errors(name, x, truth):
+    """Returns [2, *batch, heads]: the largest and the root mean square error, relative to the truth.
+
+    Both arrays are [samples, ...].
+    """
+    x, truth = np.asarray(x, np.float64), np.asarray(truth, np.float64)
+    assert x.shape == truth.shape, f"{name} has shape {x.shape[1:]}, the truth {truth.shape[1:]}"
+    if name == "lse":
+        empty = truth == -np.inf
+        np.testing.assert_array_equal(x == -np.inf, empty, "lse must be -inf in rows that see no key")
+        x, truth = np.where(empty, 0, x), np.where(empty, 0, truth)
+    within = WITHIN.get(name, range(1 - x.ndim, 0))
+    axes = (0, *(axis for axis in within if axis + x.ndim > 0))
+    largest = lambda y: np.abs(y).max(axes, initial=0)
+    mean_square = lambda y: np.sqrt(np.square(y).sum(axes))
+    return np.stack([_ratio(f(x - truth), f(truth)) for f in (largest, mean_square)])
+
+
+def _ratio(error, size):
+    # Where the truth is 0, nothing but 0 will do. A NaN stays one.
+    return np.where(size == 0, np.where(error == 0, 0, np.inf), error / np.where(size == 0, 1, size))
+
+
+def assert_as_accurate(got, plain, truth, dtype):
+    """Fails unless `got` is as accurate as `plain`.
+
+    Each is a dict by name ("out", "lse", "dq", ...) of arrays [samples, ...]: one sample alone may
+    show plain JAX lucky. `dtype` is that of the inputs.
+
+    In float32 a gradient that is one number for all heads is left to the half of its digits. It
+    sums thousands of terms that nearly cancel, and an error there is that of one rounding of `lse`
+    or of `out` against another.
+    """
+    assert got.keys() == plain.keys() == truth.keys()
+    eps = float(jnp.finfo(dtype).eps)
+    half = eps**0.5
+    for name in got:
+        ours, theirs = errors(name, got[name], truth[name]), errors(name, plain[name], truth[name])
+        budget = 2 * theirs + 2 * eps
+        shared = name not in WITHIN
+        if shared and dtype == jnp.float32:
+            budget = np.full_like(theirs, half)
+        if not shared or dtype == jnp.float32:
+            assert (theirs < half).all(), f"plain JAX and the reference disagree on {name}: {theirs}"
+        worst = np.unravel_index(np.argmax(np.nan_to_num(ours - budget, nan=np.inf)), ours.shape)
+        assert ours[worst] <= budget[worst], (
+            f"{name}: the {('largest', 'root mean square')[worst[0]]} error is {ours[worst]:.3g} in batch "
+            f"entry and head {tuple(map(int, worst[1:]))}, plain JAX's {theirs[worst]:.3g}, eps {eps:.3g}"
+        )

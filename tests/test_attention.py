@@ -1,0 +1,243 @@
+"""Outputs and all gradients of every implementation against the float64 truth, and the edge cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BIASES, MASKS, MODS, SHAPES, Case, inputs
+from programs import IMPLEMENTATIONS, QUICK, TILES, assert_accurate, attend, results, tiled
+
+import jflash
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+CASES = {
+    Case("mha"): (F32, BF16, F16),
+    Case("mha", "causal", scale=0.3): (F32, BF16, F16),
+    Case("mha", "segments", bias="B1Tt", bias_dtype=BF16): (BF16,),
+    Case("mha", "window 0 0", sinks=True): (F32,),
+    Case("mha", "~window", bias="BHTt", positions=True): (F32,),
+    Case("gqa", "window", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32, BF16),
+    Case("gqa", "function & window", positions=True, mods="alibi"): (F32,),
+    Case("gqa", "function", bias="1H1t", rate=0.5, offsets=(3, 2, 5, 7)): (F32, F16),
+    Case("gqa", "dense B11t", bias="B11t"): (BF16,),
+    Case("gqa", "function of heads", bias="Tt", sinks=True): (F32,),
+    Case("mqa", "window traced", bias="1HTt", bias_dtype=BF16, mods="softcap traced"): (F32,),
+    Case("mqa", "dense BH1t", bias="1H1t"): (F16,),
+    Case("long", "causal & segments", bias="11Tt"): (F32, BF16),
+    Case("cross", "segments padded", bias="111t", mods="alibi of entries"): (F32, F16),
+    Case("cross", "dense B1Tt", bias="BHTt"): (F32, BF16, F16),
+    Case("more queries", "causal", bias="B11t", mods="alibi", sinks=True): (F32, BF16),
+    Case("more queries", "window & prefix", bias="BHT1", mods="function", scale="traced"): (F32,),
+    Case("one query", "prefix B", bias="HTt", mods="softcap"): (F32, BF16),
+    Case("one key", "prefix BT", sinks=True): (F32,),
+    Case("wide keys", "dense BHTt", bias="Tt"): (F16,),
+    Case("wide values", "nested", bias=""): (F32,),
+    Case("D=1", "segments unsorted", bias="11T1"): (F32,),
+    Case("d=1", "causal | prefix", bias="B1Tt", sinks=True): (BF16,),
+    Case("no batch", "window 20 0", bias="1HTt", mods="function"): (F32,),
+    Case("no batch", "~segments & causal", positions=True): (BF16,),
+    Case("two batch axes", "segments of all", mods="alibi of entries", rate=0.2): (F32, BF16),
+    Case("two batch axes", "array & causal", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32,),
+}
+# The cases in which some keys are hidden from all queries, and some queries see no key.
+HIDING = [
+    Case("gqa", "dense B11t", bias="B11t"),
+    Case("cross", "segments padded", bias="111t", mods="alibi of entries"),
+    Case("more queries", "window & prefix", bias="BHT1", mods="function", scale="traced"),
+    Case("one query", "prefix B", bias="HTt", mods="softcap"),
+    Case("D=1", "segments unsorted", bias="11T1"),
+    Case("two batch axes", "segments of all", mods="alibi of entries", rate=0.2),
+]
+
+name = lambda x: getattr(x, "__name__", str(x))
+by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+by_each = pytest.mark.parametrize("implementation", (*IMPLEMENTATIONS, "reference"))
+
+
+def tiles_of(case, implementation):
+    """The number of the tiles that a case is tested with; they take turns."""
+    return list(CASES).index(case) % len(TILES.get(implementation, "1"))
+
+
+def test_the_cases_leave_nothing_out():
+    edges = {"no queries", "no keys", "no entries"}
+    assert {case.shape for case in CASES} == SHAPES.keys() - edges
+    assert {case.bias for case in CASES} - {None} >= set(BIASES)
+    assert {case.mods for case in CASES} - {None} == MODS.keys()
+    assert {case.mask for case in CASES} <= MASKS.keys()
+
+
+@pytest.mark.parametrize("case, dtype", [(case, d) for case, ds in CASES.items() for d in ds], ids=name)
+@by_implementation
+def test_forward_and_gradients(implementation, case, dtype):
+    samples = [inputs(case, dtype, seed) for seed in range(16)]
+    assert_accurate(case, implementation, samples, tiles_of(case, implementation))
+
+
+@by_implementation
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
+def test_peaked_softmax(implementation, dtype):
+    case = Case("mha")
+    samples = [inputs(case, dtype, seed, heat=8.0) for seed in range(16)]
+    if dtype == F32:
+        # p comes back from lse, which is large here: 1 is no longer exact, as in `jax.nn` it is.
+        samples = [x._replace(cotangents=jax.tree.map(np.zeros_like, x.cotangents)) for x in samples]
+    assert_accurate(case, implementation, samples, tiles_of(case, implementation))
+
+
+def with_bias(case, dtype, change, **more):
+    """16 samples of inputs, the bias of each replaced by `change(rng, bias)`."""
+    samples = [inputs(case, dtype, seed) for seed in range(16)]
+    new = lambda seed, x: change(np.random.default_rng(seed), x.floats["bias"])
+    return [x._replace(floats=x.floats | dict(bias=new(seed, x)) | more) for seed, x in enumerate(samples)]
+
+
+@by_implementation
+@pytest.mark.parametrize("dtype", [F32, F16], ids=name)
+@pytest.mark.parametrize("rise", [100, -100])
+def test_maxima_that_rise_or_fall_from_block_to_block(implementation, dtype, rise):  # D08
+    case = Case("cross", "dense B1Tt", bias="BHTt")
+    steps = lambda rng, bias: bias + np.float32(rise) * (np.arange(bias.shape[-1]) // 16)
+    assert_accurate(case, implementation, with_bias(case, dtype, steps), tiles_of(case, implementation))
+
+
+@by_each
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
+@pytest.mark.parametrize("low", [-1e30, float(np.finfo(np.float32).min)])
+def test_any_finite_logit_beats_masked(implementation, dtype, low):
+    case = Case("cross", "dense B1Tt", bias="BHTt")
+    x = inputs(case, dtype)
+    x = x._replace(floats=x.floats | dict(bias=np.full_like(x.floats["bias"], low)))
+    got = results(case, implementation, x, tiles_of(case, implementation))
+    # q·k vanishes beside such a bias: every visible key counts alike.
+    group = SHAPES[case.shape].H // SHAPES[case.shape].h
+    v = np.repeat(x.floats["v"].astype(np.float64), group, axis=-2)
+    visible = np.broadcast_to(x.data["visible"], x.floats["bias"].shape)
+    assert (visible.sum(-1) > 0).all()
+    mean = np.einsum("bhTt,bthd->bThd", visible / visible.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(got["out"].astype(np.float64), mean, atol=2 * jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(got["lse"], low, rtol=1e-6)
+    assert all(np.isfinite(g.astype(np.float64)).all() for g in got.values())
+
+
+@by_implementation
+@pytest.mark.parametrize("low", [float(np.finfo(np.float32).min), -np.inf])
+def test_bias_that_hides_whole_blocks(implementation, low):  # A03, E09
+    case = Case("cross", "dense B1Tt", bias="BHTt")
+
+    def hide(rng, bias):  # the first 20 of 63 keys, and some more
+        return np.where((np.arange(63) < 20) | (rng.random(bias.shape) < 0.3), np.float32(low), bias)
+
+    samples = with_bias(case, F32, hide)
+    assert_accurate(case, implementation, samples, tiles_of(case, implementation))
+    got = results(case, implementation, samples[0], tiles_of(case, implementation))
+    assert (got["dbias"][samples[0].floats["bias"] == low] == 0).all()
+
+
+def hidden(case, x):
+    """(keys [*batch, t] that nothing sees, queries [*batch, H, T] that see nothing)."""
+    batch, T, t, H, *_ = SHAPES[case.shape]
+    visible = np.broadcast_to(x.data["visible"], (*batch, H, T, t))
+    return ~visible.any((-3, -2)), ~visible.any(-1)
+
+
+@by_each
+@pytest.mark.parametrize("case", HIDING, ids=str)
+def test_what_takes_no_part_is_zero(implementation, case):
+    x = inputs(case, F32)
+    keys, queries = hidden(case, x)
+    rows = queries.swapaxes(-1, -2)
+    assert keys.any() and queries.any()
+    got = results(case, implementation, x, tiles_of(case, implementation))
+    assert (got["out"][rows] == 0).all() and (got["dq"][rows] == 0).all()
+    assert (got["lse"][queries] == -np.inf).all() and np.isfinite(got["lse"][~queries]).all()
+    assert (got["dk"][keys] == 0).all() and (got["dv"][keys] == 0).all()
+
+
+@by_each
+@pytest.mark.parametrize("case", HIDING, ids=str)
+def test_what_takes_no_part_may_hold_nan(implementation, case):
+    x = inputs(case, F32)
+    keys, queries = hidden(case, x)
+    rows = queries.swapaxes(-1, -2)
+
+    def holding(value):
+        q, k, v = (x.floats[name].copy() for name in "qkv")
+        do, dlse = (y.copy() for y in x.cotangents)
+        q[rows], do[rows], dlse[queries], k[keys], v[keys] = (value,) * 5
+        changed = x._replace(floats=x.floats | dict(q=q, k=k, v=v), cotangents=(do, dlse))
+        got = results(case, implementation, changed, tiles_of(case, implementation))
+        return {name: y.tobytes() for name, y in got.items()}
+
+    zeros = holding(0)
+    for value in (np.nan, np.inf, -np.inf, 3e38):
+        assert holding(value) == zeros, value
+
+
+@by_implementation
+def test_repeats_bitwise(implementation):
+    case = Case("gqa", "window", bias="B1Tt", mods="several", scale="traced", sinks=True)
+    x, tiles = inputs(case, F32), tiles_of(case, implementation)
+    first, *others = (results(case, implementation, x, tiles) for _ in range(5))
+
+    def again(floats, data, cotangents):
+        with tiled(implementation, tiles):
+            call = lambda floats: attend(case, implementation, floats, data, deterministic=True)
+            (out, lse), pull = jax.vjp(call, floats)
+            (grads,) = pull(cotangents)
+        mods = {f"dmods[{i}]": g for i, g in enumerate(grads.pop("mods"))}
+        return dict(out=out, lse=lse) | {f"d{name}": g for name, g in grads.items()} | mods
+
+    others.append(jax.jit(again, compiler_options=QUICK)(*x))
+    for other in others:
+        assert {name: np.asarray(y).tobytes() for name, y in other.items()} == {
+            name: y.tobytes() for name, y in first.items()
+        }
+
+
+@by_each
+@pytest.mark.parametrize("shape", ["no queries", "no keys", "no entries"])
+def test_nothing_to_attend(implementation, shape):
+    case = Case(shape, "causal", bias="11Tt", sinks=True)
+    x = inputs(case, F32)
+    got = results(case, implementation, x)
+    batch, T, t, H, h, D, d = SHAPES[shape]
+    assert got["out"].shape == (*batch, T, H, d) and (got["out"] == 0).all()
+    assert got["lse"].shape == (*batch, H, T) and (got["lse"] == -np.inf).all()
+    for name in ("q", "k", "v", "bias", "sinks"):
+        assert got[f"d{name}"].shape == x.floats[name].shape and (got[f"d{name}"] == 0).all()
+
+
+@by_each
+def test_groups_of_heads_repeat(implementation):  # G01
+    v = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None], (2, 5, 2, 8))
+    q, k = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 5, 2, 8))
+    out = jflash.attention(q, k, v, implementation=implementation)
+    np.testing.assert_allclose(out, np.broadcast_to(np.array([1, 1, 2, 2.0])[:, None], (2, 3, 4, 8)))
+
+
+@by_each
+def test_scale_is_of_the_head_size_of_keys(implementation):  # C07
+    q = jnp.zeros((1, 1, 1, 4)).at[..., 0].set(2.0)
+    k = jnp.zeros((1, 2, 1, 4)).at[0, 1, 0, 0].set(3.0)
+    v = jnp.broadcast_to(jnp.arange(2.0)[:, None, None], (1, 2, 1, 9))
+    out = jflash.attention(q, k, v, implementation=implementation)
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-3.0)), rtol=1e-6)  # 2 * 3 / sqrt(4)
+
+
+@by_each
+def test_alignment_is_bottom_right(implementation):  # A10
+    q, k = jnp.zeros((1, 5, 1, 4)), jnp.ones((1, 2, 1, 4))
+    v = jnp.array([[1.0, 10], [3, 30]])[None, :, None]
+    call = lambda q, k, v: jflash.attention_with_lse(q, k, v, jflash.Causal(), implementation=implementation)
+    out, lse = jax.jit(call)(q, k, v)
+    np.testing.assert_allclose(out[0, :, 0], [[0, 0], [0, 0], [0, 0], [1, 10], [2, 20]], rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0], [-np.inf] * 3 + [0, np.log(2)], atol=1e-6)
+
+
+@by_each
+def test_window_counts_inclusively(implementation):  # F08
+    q, v = jnp.zeros((1, 10, 1, 1)), jnp.arange(10.0).reshape(1, 10, 1, 1)
+    out = jflash.attention(q, q, v, jflash.Window(3, 0), implementation=implementation)
+    np.testing.assert_allclose(out.ravel(), [0, 0.5, 1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5], rtol=1e-6)
