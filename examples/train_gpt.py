@@ -45,12 +45,12 @@ IMPLEMENTATIONS = {"jflash": None, "reference": "reference"}  # "reference" is d
 class Config:
     """All that determines a run, saved with its checkpoints. The defaults suit two CPU cores."""
 
-    layers: int = 4
+    layers: int = 3
     width: int = 128
     heads: int = 2
     length: int = 64  # tokens in a sequence, T
     batch: int = 16
-    steps: int = 500
+    steps: int = 400
     learning_rate: float = 3e-3
     evaluate_every: int = 100
     save_every: int = 100

@@ -1,5 +1,6 @@
 """The functions users call: docstring, validate, choose, call."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -114,7 +115,11 @@ def attention_with_lse(
 
 
 def explain(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, mask: Any = None, **kwargs: Any
+    q: ArrayLike | jax.ShapeDtypeStruct,
+    k: ArrayLike | jax.ShapeDtypeStruct,
+    v: ArrayLike | jax.ShapeDtypeStruct,
+    mask: Any = None,
+    **kwargs: Any,
 ) -> backends.Explanation:
     """What `attention` of these arguments would run, how, and for each other implementation why not.
 
@@ -129,7 +134,8 @@ def explain(
       schedule: empty blocks are skipped, by arithmetic on the block's index
       not reference: dense, T·t memory: never chosen by itself; ask for it by implementation='reference'
     """
-    arguments = dict(attention.__kwdefaults__ or {}) | kwargs
+    settings = [p for p in inspect.signature(attention).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    arguments = {p.name: p.default for p in settings} | kwargs
     record = []
 
     def trace(q, k, v):

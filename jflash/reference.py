@@ -33,7 +33,7 @@ def forward(problem: Problem, operands: Operands, config: None = None) -> tuple[
     """(out [*batch, T, H, d], lse [*batch, H, T]): softmax(scores) v, and log of its denominator."""
     views = grouped.by_side(problem)
     at = grouped.pairs(problem, operands)
-    dtype = jnp.promote_types(problem.dtype, jnp.float32)
+    dtype = problem.accumulator
     shape = (*problem.batch, problem.h, problem.group, problem.T, problem.t)
 
     visible = True if operands.mask is None else operands.mask.map(**views)(at)

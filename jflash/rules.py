@@ -44,8 +44,12 @@ class Call:
 
 def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of the call, differentiable."""
+    problem = call.problem
+    if 0 in (*problem.batch, problem.T, problem.t, problem.H):  # no pairs: every row is empty
+        out = jnp.zeros((*operands.q.shape[:-1], problem.d), problem.dtype)
+        return out, jnp.full((*problem.batch, problem.H, problem.T), -jnp.inf, problem.accumulator)
     local = functools.partial(_attend_locally, call)
-    return sharding.over_explicit_axes(call.problem, operands, local)
+    return sharding.over_explicit_axes(problem, operands, local)
 
 
 def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -35,7 +35,8 @@ class SoftCap(ScoreMod):
     cap: Any = scalar()
 
     def __call__(self, s, at):
-        return self.cap * jnp.tanh(s / self.cap)
+        cap = jnp.asarray(self.cap, s.dtype)
+        return cap * jnp.tanh(s / cap)
 
 
 class Alibi(ScoreMod):
@@ -49,7 +50,7 @@ class Alibi(ScoreMod):
     slopes: Any = per_head()
 
     def __call__(self, s, at):
-        return s - self.slopes * jnp.abs(at.q - at.k).astype(s.dtype)
+        return s - self.slopes.astype(s.dtype) * jnp.abs(at.q - at.k).astype(s.dtype)
 
 
 class TracedMod(ScoreMod):

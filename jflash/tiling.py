@@ -81,15 +81,14 @@ def walk(tiling: Tiling, heads: int, over: str, count: int, body: Callable, carr
     ("q" or "k"). Each of `tiles` is a pair (array, axes); returned joined to whole arrays.
     """
     counts = (*tiling.batch, heads // tiling.h, count)
-    each = math.prod(tiling.batch) if all(isinstance(n, int) for n in tiling.batch) else 1
-    by_entry = each > 1
+    by_entry = any(size != 1 for size in tiling.batch)
     names = {}
 
     def step(carry, n):
         index = []
         for size in reversed(counts):
-            index.append(n % size if size > 1 else 0)
-            n = n // size
+            index.append(0 if size == 1 else n % size)
+            n = n if size == 1 else n // size
         *batch, h, block = reversed(index)
         at = At(tuple(batch) if by_entry else (), h, **{over: block})
         carry, tiles = body(carry, at)

@@ -248,4 +248,9 @@ def _dropout(call: str, dropout: Any) -> tuple:
     b, h, q_row, k_row = (jnp.asarray(x, jnp.int32) for x in offsets)
     if rate in (0, 1):
         return rate, None, None, b, h
-    return rate, key_words(dropout.key), (q_row, k_row), b, h
+    try:
+        words = key_words(dropout.key)
+    except (TypeError, ValueError) as error:
+        got = kind(dropout.key)
+        raise TypeError(f"`{argument}` needs a single key of jax.random as key. Got {got}.") from error
+    return rate, words, (q_row, k_row), b, h

@@ -162,7 +162,7 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
                 _window_bound(argument, "right", mask.right),
             )
         case masks.Segments():
-            q_ids = _per_token(where, f"{argument[:-5]}(q_ids=...))", mask.q_ids, "T", p.T)
+            q_ids = _per_token(where, f"{argument[:-6]}(q_ids=...))", mask.q_ids, "T", p.T)
             same = mask.k_ids is None
             check(
                 not same or p.T == p.t,
@@ -173,7 +173,7 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
             )
             if same:
                 return masks.Segments(q_ids, q_ids, same_tokens=True)
-            k_ids = _per_token(where, f"{argument[:-5]}(k_ids=...))", mask.k_ids, "t", p.t)
+            k_ids = _per_token(where, f"{argument[:-6]}(k_ids=...))", mask.k_ids, "t", p.t)
             return masks.Segments(q_ids, k_ids)
         case masks.Prefix():
             return masks.Prefix(_prefix(where, argument, mask.n))
@@ -190,7 +190,7 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
             return masks.Dense(_pairwise(where, argument, array))
         case masks.Function():
             at = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-            call, consts = trace(p.H, f"{argument[:-5]}(fn))", mask.fn, at, "fn(b, h, q_pos, k_pos)", bool)
+            call, consts = trace(p.H, f"{argument[:-6]}(fn))", mask.fn, at, "fn(b, h, q_pos, k_pos)", bool)
             return masks.Traced(call, consts)
     raise TypeError(
         f"`{where.call}(mask=...)` knows the masks of jflash and their combinations. Got a "
@@ -290,7 +290,7 @@ def _mod(where: Where, mod: Any) -> score_mods.ScoreMod:
         "must be SoftCap(...), Alibi(...), a function mod(s, b, h, q_pos, k_pos) or a tuple of these",
         kind(mod),
     )
-    at = [jax.ShapeDtypeStruct((), jnp.promote_types(where.problem.dtype, jnp.float32))]
+    at = [jax.ShapeDtypeStruct((), where.problem.accumulator)]
     at += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     call, consts = trace(where.problem.H, argument, mod, at, "mod(s, b, h, q_pos, k_pos)", float)
     return score_mods.TracedMod(call, consts)

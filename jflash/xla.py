@@ -204,7 +204,7 @@ class _Layout:
     mask: Any
     extras: dict  # what scores depend on beside q and k: scale, bias, mods
     sides: dict  # for each leaf of `extras`: "hgqk" if it is cut with the tile, "" if it is whole
-    dropout: tuple | None  # (the key's two words, the offsets of the rows)
+    dropout: tuple | None  # (the key's two words, the offsets of the rows), where 0 < rate < 1
     hides_keys: bool
 
     def fill(self, x: jax.Array, axes: str, fill: float = 0) -> jax.Array:
@@ -215,23 +215,19 @@ class _Layout:
 
     def full(self, shape: tuple, fill: float = 0) -> jax.Array:
         """The start of a carry. Inside `shard_map` it must vary over devices as the results do."""
-        x = jnp.full(shape, fill, self.accumulator)
+        x = jnp.full(shape, fill, self.problem.accumulator)
         axes = tuple(varying_axes(self.q))
         return lax.pcast(x, axes, to="varying") if axes else x
 
-    @property
-    def accumulator(self):
-        return jnp.promote_types(self.problem.dtype, jnp.float32)
-
     def product(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(
-            spec, a, b, precision=self.problem.precision, preferred_element_type=self.accumulator
+            spec, a, b, precision=self.problem.precision, preferred_element_type=self.problem.accumulator
         )
 
     def exp(self, s: jax.Array, lse: Any = 0) -> jax.Array:
         """exp(unit * s - lse), computed once however many products use it."""
         if self.problem.platform == "cpu" and s.dtype == jnp.float32:
-            p = exp2_by_polynomial(s * (self.unit * LOG2E) - lse * LOG2E)
+            p = exp2_by_polynomial((s * self.unit - lse) * LOG2E)
         else:
             p = jnp.exp(self.unit * s - lse)
         return lax.optimization_barrier(p)
@@ -268,11 +264,10 @@ class _Layout:
 
     def dropped(self, p: jax.Array, at: At) -> jax.Array:
         """`p` after dropout, which is its own transpose."""
-        if self.dropout is None:
-            return p
-        rate, (words, offsets) = self.problem.dropout_rate, self.dropout
-        if rate == 1:
-            return jnp.zeros_like(p)
+        rate = self.problem.dropout_rate
+        if rate in (0, 1):
+            return p * (1 - rate)
+        words, offsets = self.dropout
         kept = pair_functions.keep(rate, words, self.pairs_at(at), *offsets)
         return jnp.where(kept, p * (1 / (1 - rate)), 0)
 
@@ -333,7 +328,7 @@ def _view_extras(problem: Problem, operands: Operands, fill: Callable) -> dict:
     views = grouped.by_side(problem, fill)
     scale, bias = operands.scale, operands.bias
     return dict(
-        scale=None if scale is None else scale.astype(jnp.promote_types(problem.dtype, jnp.float32)),
+        scale=None if scale is None else scale.astype(problem.accumulator),
         bias=None if bias is None else views["pair"](bias),
         mods=tuple(mod.map(**views) for mod in operands.mods),
     )
@@ -348,7 +343,7 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _
     wide = jnp.float32 if problem.dtype == jnp.float16 else problem.dtype
     cut, whole = {side: lambda _: "hgqk" for side in views}, lambda _: ""
     dropout = None
-    if problem.dropout_rate > 0:
+    if 0 < problem.dropout_rate < 1:
         dropout = (operands.dropout[0], operands.dropout[1]), operands.row_offsets or (0, 0)
     # Where scores are q·k and a factor, the factor waits for the exponential: a pass less.
     scale, plain = problem.scale, operands.bias is None and not operands.mods
@@ -388,6 +383,7 @@ def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling
     return Tiling(batch, heads, config.block_q, config.block_k)
 
 
+@jax.custom_jvp
 def exp2_by_polynomial(y: jax.Array) -> jax.Array:
     """2^y for float32 y below 127, to 2 units in the last place; 0 below -126.
 
@@ -403,3 +399,10 @@ def exp2_by_polynomial(y: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(p, jnp.int32)
     bits += lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), jnp.int32(23))
     return jnp.where(y < -126, 0, lax.bitcast_convert_type(bits, jnp.float32))
+
+
+@exp2_by_polynomial.defjvp
+def _exp2_jvp(primals, tangents):
+    # Of the bits it would be 0: second order passes through here.
+    p = exp2_by_polynomial(*primals)
+    return p, p * math.log(2) * tangents[0]

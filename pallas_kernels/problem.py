@@ -32,6 +32,11 @@ class Problem:
     default_positions: bool  # query row i stands at i + t - T, key row j at j
 
     @property
+    def accumulator(self) -> Any:
+        """The dtype of scores, sums and lse."""
+        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+
+    @property
     def group(self) -> int:
         """Query heads a key head serves (grouped-query attention)."""
         return self.H // self.h

@@ -23,7 +23,9 @@ def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, 
     """Returns (out, lse) as one would write them down, rounded where `jax.nn` rounds.
 
     Scores and softmax are float32. The probabilities have the dtype of the inputs, and so have the
-    operands of every product, in the backward pass too.
+    operands of every product, in the backward pass too. They are exp(s - lse): without the matrix
+    of them nothing else is left to the backward pass, and the rounding of a large `lse` is the
+    price of that, which every implementation pays and `jax.nn` need not.
 
     - `visible`: boolean, `bias`: float; both broadcast to [*batch, H, T, t].
     - `mods`: functions of the scores [*batch, H, T, t].
@@ -43,19 +45,15 @@ def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, 
     for mod in mods:
         s = mod(s)
 
-    visible = jnp.broadcast_to(visible, s.shape)
-    some_key = visible.any(-1)
-    finite = jnp.where(some_key[..., None], jnp.where(visible, s, -jnp.inf), 0)
-    lse = jnp.where(some_key, jax.nn.logsumexp(finite, axis=-1), -jnp.inf)
-    if sinks is not None:  # one more key, which all see and whose value is 0
-        sink = jnp.broadcast_to(sinks.astype(wide)[:, None, None], (*s.shape[:-1], 1))
-        s = jnp.concatenate([s, sink], -1)
-        visible = jnp.concatenate([visible, jnp.ones_like(sink, bool)], -1)
-    p = jax.nn.softmax(s, axis=-1, where=visible)[..., :t].astype(dtype)
+    some_key = jnp.broadcast_to(visible, s.shape).any(-1, keepdims=True)
+    s = jnp.where(some_key, jnp.where(visible, s, -jnp.inf), 0)
+    lse = jax.nn.logsumexp(s, axis=-1, keepdims=True)
+    total = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(wide)[:, None, None])
+    p = jnp.where(some_key, jnp.exp(s - total), 0).astype(dtype)
     if kept is not None:
         p = jnp.where(kept, p / (1 - rate), 0)
     out = einsum("...hgTt,...thd->...Thgd", p.reshape(*batch, h, H // h, T, t), v)
-    return out.reshape(*batch, T, H, v.shape[-1]), lse
+    return out.reshape(*batch, T, H, v.shape[-1]), jnp.where(some_key, lse, -jnp.inf)[..., 0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

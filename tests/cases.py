@@ -354,7 +354,7 @@ def kept(case, key):
     b, h, q, k = case.offsets
     at = grid(SHAPES[case.shape])
     at = pairs.Pairs(at.b + b, at.h + h, None, None, at.q_row, at.k_row)
-    return pairs.keep(case.rate, jax.random.bits(key, (2,), jnp.uint32), at, q, k)
+    return pairs.keep(case.rate, tuple(jax.random.bits(key, (2,), jnp.uint32)), at, q, k)
 
 
 def coordinates(case, data):

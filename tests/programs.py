@@ -1,6 +1,7 @@
 """Compiled programs of the cases, by implementation. An implementation joins by a row in `TILES`."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from unittest import mock
@@ -30,7 +31,14 @@ def tiled(implementation, tiles=0):
         return
     module = importlib.import_module(f"jflash.{implementation}")
     config = TILES[implementation][tiles]
-    with mock.patch.object(module, "default_config", lambda problem: config):
+
+    def fitting(problem):  # no larger than the call, as the default is
+        sizes = dict(
+            block_q=max(1, min(config.block_q, problem.T)), block_k=max(1, min(config.block_k, problem.t))
+        )
+        return dataclasses.replace(config, **sizes)
+
+    with mock.patch.object(module, "default_config", fitting):
         yield
 
 

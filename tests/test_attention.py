@@ -9,6 +9,7 @@ from programs import IMPLEMENTATIONS, QUICK, TILES, assert_accurate, attend, res
 
 import jflash
 
+SAMPLES = 32  # of inputs a case: they cost milliseconds, its compilation costs seconds
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 CASES = {
@@ -71,7 +72,7 @@ def test_the_cases_leave_nothing_out():
 @pytest.mark.parametrize("case, dtype", [(case, d) for case, ds in CASES.items() for d in ds], ids=name)
 @by_implementation
 def test_forward_and_gradients(implementation, case, dtype):
-    samples = [inputs(case, dtype, seed) for seed in range(16)]
+    samples = [inputs(case, dtype, seed) for seed in range(SAMPLES)]
     assert_accurate(case, implementation, samples, tiles_of(case, implementation))
 
 
@@ -79,16 +80,13 @@ def test_forward_and_gradients(implementation, case, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
 def test_peaked_softmax(implementation, dtype):
     case = Case("mha")
-    samples = [inputs(case, dtype, seed, heat=8.0) for seed in range(16)]
-    if dtype == F32:
-        # p comes back from lse, which is large here: 1 is no longer exact, as in `jax.nn` it is.
-        samples = [x._replace(cotangents=jax.tree.map(np.zeros_like, x.cotangents)) for x in samples]
+    samples = [inputs(case, dtype, seed, heat=8.0) for seed in range(SAMPLES)]
     assert_accurate(case, implementation, samples, tiles_of(case, implementation))
 
 
 def with_bias(case, dtype, change, **more):
-    """16 samples of inputs, the bias of each replaced by `change(rng, bias)`."""
-    samples = [inputs(case, dtype, seed) for seed in range(16)]
+    """Samples of inputs, the bias of each replaced by `change(rng, bias)`."""
+    samples = [inputs(case, dtype, seed) for seed in range(SAMPLES)]
     new = lambda seed, x: change(np.random.default_rng(seed), x.floats["bias"])
     return [x._replace(floats=x.floats | dict(bias=new(seed, x)) | more) for seed, x in enumerate(samples)]
 
