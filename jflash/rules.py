@@ -102,7 +102,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     problem = call.problem.of(operands)
     out, lse = call.implementation.forward(problem, operands, call.config)
     if operands.sinks is not None:
-        out = (out * _per_row(_sink_weight(operands, lse))).astype(out.dtype)
+        out = _times(out, _sink_weight(operands, lse))
     return out, lse
 
 
@@ -122,7 +122,7 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
             rows = (*range(lse.ndim - 2), lse.ndim - 1)
             dsinks = -((1 - weight) * delta).sum(rows)
             grads["sinks"] = dsinks.astype(operands.sinks.dtype)
-        do, delta = (do * _per_row(weight)).astype(do.dtype), delta * weight
+        do, delta = _times(do, weight), delta * weight
     if dlse is not None:
         delta = delta - jnp.where(empty, 0, dlse)
     if schedule.hides(problem, operands.mask)[0]:
@@ -136,6 +136,10 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
 def _per_row(x: jax.Array) -> jax.Array:
     """[*batch, H, T] -> [*batch, T, H, 1], to go with out."""
     return x.mT[..., None]
+
+
+def _times(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return (x.astype(weight.dtype) * _per_row(weight)).astype(x.dtype)
 
 
 def _sink_weight(operands: Operands, lse: jax.Array) -> jax.Array:

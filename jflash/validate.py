@@ -70,7 +70,7 @@ def attention(
         dtype=jnp.dtype(q.dtype),
         scale=scale_static,
         dropout_rate=rate,
-        precision=_precision(precision, q.dtype),
+        precision=_precision(call, precision, q.dtype),
         deterministic=bool(deterministic),
         platform=platform(),
         masked=mask is not None,
@@ -200,10 +200,19 @@ def _scale(call: str, scale: Any, D: int) -> tuple[float | None, jax.Array | Non
     return None, array
 
 
-def _precision(precision: Any, dtype: Any) -> Any:
-    if precision is None and jax.config.jax_default_matmul_precision is None:
+def _precision(call: str, precision: Any, dtype: Any) -> Any:
+    if precision is None:
         # On GPU and TPU the default would round float32 to TF32 or bfloat16.
-        return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+        open_choice = jax.config.jax_default_matmul_precision is None and dtype == jnp.float32
+        return jax.lax.Precision.HIGHEST if open_choice else None
+    try:
+        matrix = jax.ShapeDtypeStruct((1, 1), dtype)
+        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=precision), matrix)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"`{call}(precision=...)` must be what jax.numpy.matmul takes as precision. "
+            f"Got {precision!r}. Leave it out for float32 products of float32 inputs."
+        ) from error
     return precision
 
 

@@ -266,7 +266,7 @@ class _Layout:
         """`p` after dropout, which is its own transpose."""
         rate = self.problem.dropout_rate
         if rate in (0, 1):
-            return p * (1 - rate)
+            return jnp.zeros_like(p) if rate else p
         words, offsets = self.dropout
         kept = pair_functions.keep(rate, words, self.pairs_at(at), *offsets)
         return jnp.where(kept, p * (1 / (1 - rate)), 0)

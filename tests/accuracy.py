@@ -49,25 +49,10 @@ def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, 
     s = jnp.where(some_key, jnp.where(visible, s, -jnp.inf), 0)
     lse = jax.nn.logsumexp(s, axis=-1, keepdims=True)
     total = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(wide)[:, None, None])
-    p = jnp.where(some_key, jnp.exp(s - total), 0).astype(dtype)
-    if kept is not None:
-        p = jnp.where(kept, p / (1 - rate), 0)
-    out = einsum("...hgTt,...thd->...Thgd", p.reshape(*batch, h, H // h, T, t), v)
-    return out.reshape(*batch, T, H, v.shape[-1]), jnp.where(some_key, lse, -jnp.inf)[..., 0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cotangent_in(dtype, x):
-    """Returns `x`, and rounds its cotangent to `dtype`."""
-    return x
-
-
-cotangent_in.defvjp(
-    lambda dtype, x: (x, None),
-    lambda dtype, _, cotangent: (cotangent.astype(dtype).astype(cotangent.dtype),),
-)
-
-
+    factor = None if kept is None else (kept / (1 - rate)).reshape(*batch, h, H // h, T, t)
+    by_group = lambda x: x.reshape(*batch, h, H // h, T, -1)
+    out = weighted(by_group(s), by_group(jnp.where(some_key, total, jnp.inf)), v, factor)
+    return out.reshape(*batch, T, H, -1), jnp.where(some_key, lse, -jnp.inf)[..., 0]
 def errors(name, x, truth):
     """Returns [2, *batch, heads]: the largest and the root mean square error, relative to the truth.
 

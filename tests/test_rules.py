@@ -129,21 +129,13 @@ def total(x, W, **settings):
 # jit
 
 
-ALL = ("bias", "scale", "sinks", "slopes", "cap", "ids", "left", "prefix", "q_positions", "key")
-
-
-@pytest.mark.parametrize("names", [(), ("bias", "ids"), ALL], ids=["plain", "bias and ids", "all"])
-def test_every_option_equals_the_reference(names, small_blocks):
-    x = operands(*names)
+def test_eager_and_jit_equal_the_reference(small_blocks):
+    x = operands("bias", "ids", "sinks")
     W = cotangents(x)
     reference = functools.partial(attention, implementation="reference")
-    assert_same(answer_jit(x, W), answer_jit(x, W, call=reference))
-
-
-def test_jit_equals_eager():
-    x = operands("bias", "sinks", "ids", "key")
-    W = cotangents(x)
-    assert_same(answer(x, W), answer_jit(x, W))
+    wanted = answer_jit(x, W, call=reference)
+    assert_same(answer(x, W), wanted)
+    assert_same(answer_jit(x, W), wanted)
 
 
 # vmap
@@ -194,7 +186,7 @@ def test_vmap_of_extras(subset):
     assert_vmap_is_a_loop(operands(*SECOND), subset.split())
 
 
-@pytest.mark.parametrize("subset", ["key", "q", "q k v key"])
+@pytest.mark.parametrize("subset", ["key", "q"])
 def test_vmap_of_dropout(subset):
     """Without a key among the mapped, every entry draws the same bits, as in the loop."""
     assert_vmap_is_a_loop(operands("key"), subset.split())
@@ -226,7 +218,7 @@ def test_nested_vmap():
 
 
 def test_gradient_of_vmap_sums_over_what_is_not_mapped():
-    x, mapped = operands("bias", "ids", "sinks"), ("q", "ids")
+    x, mapped = operands("bias", "sinks"), ("q", "v")
     xs, W = stacked(x, mapped), cotangents(x)
     W = jax.tree.map(lambda w: jnp.stack([w, -w, 2 * w]), W)
     call = jax.vmap(attention, in_axes=(axes(x, mapped),))
@@ -264,28 +256,29 @@ def layers(n):
     return params, normal(2, 5, 8, seed=30), jax.random.split(jax.random.key(3), n)
 
 
-@pytest.mark.parametrize("policy", [None, "nothing", "names"])
-def test_scan_over_layers_is_a_python_loop(policy):
-    params, y, keys = layers(3)
+def test_scan_over_layers_is_a_python_loop():
+    """With a checkpoint inside or without; dropout included."""
+    params, y, keys = layers(2)
     W = normal(*y.shape, seed=31)
-    policy = POLICIES.get(policy)
 
-    def scanned(params, y):
+    def scanned(params, y, policy):
         y, _ = lax.scan(lambda y, p: (layer(p[0], y, p[1], policy), None), y, (params, keys))
         return (y * W).sum()
 
     def looped(params, y):
-        for i in range(3):
+        for i in range(2):
             y = layer([p[i] for p in params], y, keys[i])
         return (y * W).sum()
 
     grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(params, y)
-    assert_same(grad(scanned), grad(looped), atol=1e-4)
+    wanted = grad(looped)
+    for policy in (None, POLICIES["nothing"], POLICIES["names"]):
+        assert_same(grad(functools.partial(scanned, policy=policy)), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_changes_nothing(policy):
-    x = operands("bias", "sinks", "key")
+    x = operands("key")
     W = cotangents(x)
     call = jax.checkpoint(attention, policy=POLICIES[policy])
     assert_same(answer_jit(x, W, call=call), answer_jit(x, W))
@@ -380,7 +373,6 @@ BY_QUERIES = dict(q=P(None, "x"), bias=P(None, None, "x"), q_positions=P(None, "
 SHARDED = {
     # name: (mesh, specs, operands, spec of out, spec of lse, offsets of a shard for dropout)
     "batch": (((8,), ("x",)), BY_BATCH, ("bias", "ids", "sinks"), P("x"), P("x"), None),
-    "batch and dropout": (((8,), ("x",)), BY_BATCH, ("key",), P("x"), P("x"), ("x", None, None)),
     "heads": (((4,), ("y",)), BY_HEADS, ("bias", "slopes"), P(None, None, "y"), P(None, "y"), None),
     "both and dropout": (
         ((2, 4), ("x", "y")),
@@ -520,7 +512,7 @@ def test_explicit_mesh_with_dropout_draws_what_one_device_draws():
 
 
 def test_a_device_that_is_not_the_first():
-    x = operands("slopes", "ids", "key")
+    x = operands("slopes", "ids")
     third = jax.devices()[3]
     got = jax.jit(attention)(jax.device_put(x, third))
     assert all(y.devices() == {third} for y in got)
@@ -609,10 +601,11 @@ def test_weak_types_and_strict_promotion():
 
 
 def test_x64_keeps_float32_and_takes_float64():
-    x = operands("bias", "scale", "ids", "sinks", "slopes", "left", "q_positions", "key")
+    x = operands("bias", "scale", "ids", "left")
     W = cotangents(x)
     wanted = answer_jit(x, W)
     with jax.enable_x64(True):
+        assert_same(jax.jit(attention)(x | {"key": jax.random.key(7)})[1], wanted[0][1])
         assert_same(answer_jit(x, W), wanted)
         double = jax.tree.map(lambda y: y.astype(jnp.float64) if y.dtype == jnp.float32 else y, x)
         double["ids"] = x["ids"].astype(jnp.int64)
