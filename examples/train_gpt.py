@@ -51,7 +51,8 @@ class Config:
     length: int = 64  # tokens in a sequence, T
     batch: int = 16
     steps: int = 400
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
+    warmup: int = 40
     evaluate_every: int = 100
     save_every: int = 100
     windows: int = 1024  # validation sequences
@@ -71,6 +72,7 @@ PRESETS = {
         batch=32,
         steps=1000,
         learning_rate=6e-4,
+        warmup=100,
         windows=256,
         save_every=500,
         dtype="bfloat16",
@@ -197,7 +199,7 @@ def make_optimizer(config):
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         config.learning_rate,
-        warmup_steps=config.steps // 10,
+        warmup_steps=min(config.warmup, config.steps // 2),
         decay_steps=config.steps,
         end_value=config.learning_rate / 10,
     )

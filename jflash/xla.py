@@ -56,7 +56,11 @@ def unsupported(problem: Problem) -> str | None:
 def default_config(problem: Problem) -> Config:
     # Larger blocks make faster products, smaller ones follow the border of a mask more closely.
     block = 512 if problem.masked or max(problem.T, problem.t) <= 512 else 1024
-    return Config(_even(problem.T, block), _even(problem.t, block), 2**21 if block == 512 else 2**20)
+    if problem.platform != "cpu":
+        scores = 2**25  # there is no cache to stay in, but a launch to pay for each operation
+    else:
+        scores = 2**21 if block == 512 else 2**20
+    return Config(_even(problem.T, block), _even(problem.t, block), scores)
 
 
 def candidates(problem: Problem) -> list[Config]:

@@ -23,23 +23,18 @@ def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, 
     """Returns (out, lse) as one would write them down, rounded where `jax.nn` rounds.
 
     Scores and softmax are float32. The probabilities have the dtype of the inputs, and so have the
-    operands of every product, in the backward pass too. They are exp(s - lse): without the matrix
-    of them nothing else is left to the backward pass, and the rounding of a large `lse` is the
-    price of that, which every implementation pays and `jax.nn` need not.
+    operands of every product, in the backward pass too.
 
     - `visible`: boolean, `bias`: float; both broadcast to [*batch, H, T, t].
     - `mods`: functions of the scores [*batch, H, T, t].
     - `kept`: boolean [*batch, H, T, t], the pairs that dropout of `rate` keeps.
     """
-    dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     *batch, T, H, D = q.shape
     t, h = k.shape[-3:-1]
-    einsum = functools.partial(
-        jnp.einsum, precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    )
     q = q.reshape(*batch, T, h, H // h, D)
-    s = einsum("...ThgD,...thD->...hgTt", q, k, preferred_element_type=wide)
-    s = cotangent_in(dtype, s).reshape(*batch, H, T, t) * scale
+    s = _product("...ThgD,...thD->...hgTt", q, k, preferred_element_type=wide)
+    s = _cotangent_in(q.dtype, s).reshape(*batch, H, T, t) * scale
     if bias is not None:
         s = s + bias.astype(wide)
     for mod in mods:
@@ -49,10 +44,59 @@ def plain_attention(q, k, v, visible, *, scale, bias=None, mods=(), sinks=None, 
     s = jnp.where(some_key, jnp.where(visible, s, -jnp.inf), 0)
     lse = jax.nn.logsumexp(s, axis=-1, keepdims=True)
     total = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(wide)[:, None, None])
-    factor = None if kept is None else (kept / (1 - rate)).reshape(*batch, h, H // h, T, t)
-    by_group = lambda x: x.reshape(*batch, h, H // h, T, -1)
-    out = weighted(by_group(s), by_group(jnp.where(some_key, total, jnp.inf)), v, factor)
+    total = jnp.where(some_key, total, jnp.inf)
+    weight = jnp.ones((), wide) if kept is None else kept / jnp.array(1 - rate, wide)
+    grouped = lambda x: jnp.broadcast_to(x, (*batch, H, *x.shape[-2:])).reshape(
+        *batch, h, H // h, *x.shape[-2:]
+    )
+    out = _weighted_sum(grouped(s), grouped(total), grouped(jnp.broadcast_to(weight, s.shape)), v)
     return out.reshape(*batch, T, H, -1), jnp.where(some_key, lse, -jnp.inf)[..., 0]
+
+
+def _product(spec, a, b, **settings):
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, **settings)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cotangent_in(dtype, x):
+    """Returns `x`, and rounds its cotangent to `dtype`."""
+    return x
+
+
+_cotangent_in.defvjp(lambda dtype, x: (x, None), lambda dtype, _, dx: (dx.astype(dtype).astype(dx.dtype),))
+
+
+@jax.custom_vjp
+def _weighted_sum(s, lse, weight, v):
+    """Returns the sum of `v` over keys, weighted by exp(s - lse) and by `weight`.
+
+    In the backward pass the probabilities come from `lse` again and what their sum must be from
+    the output, as everywhere where memory is linear. In float32 that costs more than all else if
+    scores are large or few keys are visible, and `jax.nn`, which keeps the probabilities, need not
+    pay it.
+    """
+    p = (jnp.exp(s - lse) * weight).astype(v.dtype)
+    return _product("...hgTt,...thd->...Thgd", p, v)
+
+
+def _weighted_sum_forward(s, lse, weight, v):
+    out = _weighted_sum(s, lse, weight, v)
+    return out, (s, lse, weight, v, out)
+
+
+def _weighted_sum_backward(residuals, do):
+    s, lse, weight, v, out = residuals
+    p = jnp.exp(s - lse) * weight
+    dp = _product("...Thgd,...thd->...hgTt", do, v).astype(p.dtype)
+    dlse = -(out.astype(p.dtype) * do.astype(p.dtype)).sum(-1)
+    dv = _product("...hgTt,...Thgd->...thd", p.astype(v.dtype), do)
+    return p * dp, jnp.moveaxis(dlse, -3, -1)[..., None], None, dv
+
+
+_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+
+
 def errors(name, x, truth):
     """Returns [2, *batch, heads]: the largest and the root mean square error, relative to the truth.
 

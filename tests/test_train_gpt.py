@@ -25,6 +25,7 @@ MICRO = dict(
     batch=4,
     steps=20,
     learning_rate=1e-2,
+    warmup=2,
     evaluate_every=10,
     save_every=5,
     windows=8,
