@@ -7,7 +7,7 @@ object unchanged: on the whole matrix (reference), on tiles, on the extents of b
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,10 @@ def part(**kw) -> Any:
     return dataclasses.field(metadata={"side": "part"}, **kw)
 
 
+@dataclass_transform(
+    frozen_default=True,
+    field_specifiers=(static, scalar, per_head, per_query, per_key, per_pair, whole, part),
+)
 class Fields:
     """Base of masks and score modifiers: every subclass is a frozen dataclass and a pytree."""
 
@@ -106,13 +110,13 @@ def elementwise(fn: Callable, *operands: Any) -> jax.Array:
     By nested `vmap`, an axis at a time and only over the operands that have it: `slopes[h]` in
     `fn` is gathered once a head, not once a pair.
     """
-    operands = [jnp.asarray(x) for x in operands]
-    rank = max(x.ndim for x in operands)
-    operands = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in operands]
-    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+    arrays = [jnp.asarray(x) for x in operands]
+    rank = max(x.ndim for x in arrays)
+    arrays = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays]
+    shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
     for axis in reversed(range(rank)):
-        has = [x.shape[axis] != 1 for x in operands]
+        has = [x.shape[axis] != 1 for x in arrays]
         if any(has):
             fn = jax.vmap(fn, in_axes=tuple(0 if y else None for y in has))
-    squeezed = [x.reshape(tuple(n for n in x.shape if n != 1)) for x in operands]
+    squeezed = [x.reshape(tuple(n for n in x.shape if n != 1)) for x in arrays]
     return fn(*squeezed).reshape(shape)

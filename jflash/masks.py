@@ -306,7 +306,8 @@ def as_mask(x: Any) -> Mask:
         return x
     if isinstance(x, jax.Array | np.ndarray | np.bool_ | bool) and jnp.asarray(x).dtype == bool:
         return Dense(x)
-    kind = f"an array of {x.dtype}" if hasattr(x, "dtype") else repr(type(x).__name__)
+    dtype = getattr(x, "dtype", None)
+    kind = f"a {type(x).__name__}" if dtype is None else f"an array of {dtype}"
     raise TypeError(
         f"a mask must be a jflash mask (Causal(), Window(...), ...) or a boolean array that is True "
         f"where a query may see a key. Got {kind}. A float mask that is added to the scores is a "

@@ -5,6 +5,8 @@ it on request. It holds the T·t matrix, so it is never chosen by itself. It has
 of its own: JAX differentiates it, in any mode and to any order.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -45,7 +47,7 @@ def forward(problem: Problem, operands: Operands, config: None = None) -> tuple[
     k = jnp.where(some_query, grouped.keys(operands.k), 0).astype(dtype)
     v = jnp.where(some_query, grouped.keys(operands.v), 0).astype(dtype)
 
-    scale = problem.scale if operands.scale is None else operands.scale.astype(dtype)
+    scale: Any = problem.scale if operands.scale is None else operands.scale.astype(dtype)
     s = scale * jnp.einsum("...hgTD,...htD->...hgTt", q, k, precision=problem.precision)
     if operands.bias is not None:
         s = s + views["pair"](operands.bias).astype(dtype)

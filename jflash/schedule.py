@@ -86,21 +86,24 @@ def make(problem: Problem, operands: Operands, block_q: int, block_k: int, of: s
     n_q, n_k = -(-problem.T // block_q), -(-problem.t // block_k)
     outer, inner = (n_q, n_k) if of == "query" else (n_k, n_q)
     has_masked = mask is not None or problem.t % block_k != 0
-    common = dict(outer=outer, inner=inner, has_masked=has_masked, has_full=not has_masked or inner > 1)
-    nothing = dict(arithmetic=None, ranges=None, order=None, counts=None)
+
+    def schedule(form: str, arithmetic=None, ranges=None, order=None, counts=None) -> Schedule:
+        has_full = not has_masked or inner > 1
+        return Schedule(form, outer, inner, has_masked, has_full, arithmetic, ranges, order, counts)
+
     if is_arithmetic(problem, mask):
         bounds = _bounds(problem, mask, block_q, block_k, of)
-        return Schedule("arithmetic", **common, **nothing | dict(arithmetic=bounds))
+        return schedule("arithmetic", arithmetic=bounds)
     some, every = classify(problem, operands, block_q, block_k)
     if of == "key":
         some, every = some.mT, every.mT
     if mask is None or mask.contiguous:
-        return Schedule("ranges", **common, **nothing | dict(ranges=_ranges(some, every)))
+        return schedule("ranges", ranges=_ranges(some, every))
     # A stable sort: within its kind, every block keeps its place.
     kind = jnp.where(every, 1, jnp.where(some, 0, 2))
     order = jnp.argsort(kind, -1, stable=True).astype(jnp.int32)
     counts = jnp.stack([(kind == 0).sum(-1), (kind == 1).sum(-1)], -1).astype(jnp.int32)
-    return Schedule("lists", **common, **nothing | dict(order=order, counts=counts))
+    return schedule("lists", order=order, counts=counts)
 
 
 def is_arithmetic(problem: Problem, mask: Mask | None) -> bool:
@@ -131,7 +134,7 @@ def hides(problem: Problem, mask: Mask | None) -> tuple[bool, bool]:
     )
 
 
-def _interval(mask: Mask | None, position: Any, of: str) -> Interval | None:
+def _interval(mask: Mask | None, position: Any, of: str) -> Any:
     return Interval(None, None) if mask is None else mask.interval(position, of)
 
 

@@ -92,7 +92,7 @@ def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
         whole=whole,
     )
     per_token = lambda x: spec(x, *batch, None, heads, None)
-    fields = dict(
+    fields: dict[str, Callable] = dict(
         q=per_token,
         k=per_token,
         v=per_token,
@@ -106,6 +106,6 @@ def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
         h=lambda x: spec(x, heads),
     )
     get = lambda name: getattr(operands, name)
-    known = {name: f(get(name)) for name, f in fields.items() if get(name) is not None}
-    rest = {f.name: jax.tree.map(whole, get(f.name)) for f in dataclasses.fields(operands)}
+    known: dict[str, Any] = {name: f(get(name)) for name, f in fields.items() if get(name) is not None}
+    rest: dict[str, Any] = {f.name: jax.tree.map(whole, get(f.name)) for f in dataclasses.fields(operands)}
     return Operands(**rest | known)

@@ -23,7 +23,7 @@ class TracedFunction:
         return isinstance(other, TracedFunction) and (self.fn, self.text) == (other.fn, other.text)
 
     def __call__(self, consts, *args):
-        closed = jax.extend.core.ClosedJaxpr(self.jaxpr, consts)
+        closed = jax.extend.core.ClosedJaxpr(self.jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
         return jax.extend.core.jaxpr_as_fun(closed)(*args)[0]
 
 

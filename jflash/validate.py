@@ -60,11 +60,14 @@ def attention(
     q, k, v = _qkv(call, q, k, v)
     *batch, T, H, D = q.shape
     *_, t, h, d = v.shape
-    axes = dict(batch=tuple(batch), T=T, t=t, H=H, h=h)
     scale_static, scale_traced = _scale(call, scale, D)
     rate, words, row_offsets, b_offset, h_offset = _dropout(call, dropout)
     problem = Problem(
-        **axes,
+        batch=tuple(batch),
+        T=T,
+        t=t,
+        H=H,
+        h=h,
         D=D,
         d=d,
         dtype=jnp.dtype(q.dtype),

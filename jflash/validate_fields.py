@@ -198,11 +198,15 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
     )
 
 
+def _is_int(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def _window_bound(argument: str, side: str, x: Any) -> Any:
     if x is None:
         return None
     rule = "must be None (open) or an integer of at least 0 (0 is a real bound)"
-    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if _is_int(x):
         fix = "None opens a side; -1 does not." if x == -1 else ""
         check(x >= 0, ValueError, argument, f"{side} {rule}", f"{x}", fix)
         return int(x)
@@ -214,7 +218,7 @@ def _window_bound(argument: str, side: str, x: Any) -> Any:
 def _prefix(where: Where, argument: str, n: Any) -> jax.Array:
     p = where.problem
     nb = len(p.batch)
-    if isinstance(n, numbers.Integral) and not isinstance(n, bool):
+    if _is_int(n):
         check(
             0 <= n <= p.t,
             ValueError,
@@ -254,7 +258,7 @@ def _mod(where: Where, mod: Any) -> score_mods.ScoreMod:
     match mod:
         case score_mods.SoftCap():
             cap = mod.cap
-            if isinstance(cap, numbers.Real):
+            if isinstance(cap, int | float):
                 check(
                     cap > 0 and math.isfinite(cap),
                     ValueError,

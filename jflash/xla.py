@@ -187,8 +187,8 @@ def backward(
 
 
 def _merge(diff: list[bool], some: list, others: list) -> list:
-    some = iter(some)
-    return [next(some) if yes else other for yes, other in zip(diff, others)]
+    given = iter(some)
+    return [next(given) if yes else other for yes, other in zip(diff, others)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ class _Layout:
     mask: Any
     extras: dict  # what scores depend on beside q and k: scale, bias, mods
     sides: dict  # for each leaf of `extras`: "hgqk" if it is cut with the tile, "" if it is whole
-    dropout: tuple | None  # (the key's two words, the offsets of the rows), where 0 < rate < 1
+    dropout: Any  # (the key's two words, the offsets of the rows), where 0 < rate < 1
     hides_keys: bool
 
     def fill(self, x: jax.Array, axes: str, fill: float = 0) -> jax.Array:
@@ -239,13 +239,13 @@ class _Layout:
     def pairs_at(self, at: At) -> Pairs:
         return Pairs(*(self.cut(x, "hgqk", at) for x in self.pairs))
 
-    def scores(self, raw: jax.Array, at: At, extras: list | None = None) -> jax.Array:
-        """Scores from q·k, in `unit`; `extras` replaces the leaves `cut_extras(at)`."""
+    def scores(self, raw: jax.Array, at: At, leaves: list | None = None) -> jax.Array:
+        """Scores from q·k, in `unit`; `leaves` replaces `cut_extras(at)`."""
         if self.unit != 1:
             return raw
-        leaves = self.cut_extras(at) if extras is None else extras
+        leaves = self.cut_extras(at) if leaves is None else leaves
         extras = jax.tree.unflatten(jax.tree.structure(self.extras), leaves)
-        scale = self.problem.scale if extras["scale"] is None else extras["scale"]
+        scale: Any = self.problem.scale if extras["scale"] is None else extras["scale"]
         s = raw * scale
         if extras["bias"] is not None:
             s = s + extras["bias"].astype(s.dtype)
@@ -320,9 +320,9 @@ class _Layout:
             inside = tuple(slice(n) for n in like.shape)
             return total[inside].reshape(original.shape).astype(original.dtype)
 
-        sums = iter(sums)
+        totals = iter(sums)
         grads = [
-            restore(x, like, next(sums)) if yes else None for x, like, yes in zip(leaves, unfilled, diff)
+            restore(x, like, next(totals)) if yes else None for x, like, yes in zip(leaves, unfilled, diff)
         ]
         grads = jax.tree.unflatten(tree, grads)
         return {name: grads[name] for name in wanted}

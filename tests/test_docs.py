@@ -95,7 +95,9 @@ def test_marked_blocks_are_at_least_python():
 
 def test_blocks_are_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("text\n```python\nx = 1\n```\n```python needs a GPU\ny = 2\n```\n```\nz\n```\n```python\nw = 3\n```\n")
+    page.write_text(
+        "text\n```python\nx = 1\n```\n```python needs a GPU\ny = 2\n```\n```\nz\n```\n```python\nw = 3\n```\n"
+    )
     assert blocks(page) == ["x = 1\n", "w = 3\n"]
 
 
@@ -120,7 +122,12 @@ def test_the_index_is_re_exports_only():
 
 
 HEAVY = ["flax", "matplotlib", "jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton"]
-HEAVY += ["jax._src.pallas.triton", "jax._src.pallas.mosaic_gpu.core", "pallas_kernels.mosaic", "pallas_kernels.triton"]
+HEAVY += [
+    "jax._src.pallas.triton",
+    "jax._src.pallas.mosaic_gpu.core",
+    "pallas_kernels.mosaic",
+    "pallas_kernels.triton",
+]
 
 
 def test_import_loads_neither_flax_nor_kernels():

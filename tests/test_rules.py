@@ -641,7 +641,20 @@ def test_typed_and_raw_keys_draw_the_same(kind):
 
 # Gradients of some of the inputs
 
-PARTS = ["q", "k", "v", "bias", "scale", "sinks", "slopes", "cap", "q k", "k bias", "v sinks cap", "scale slopes"]
+PARTS = [
+    "q",
+    "k",
+    "v",
+    "bias",
+    "scale",
+    "sinks",
+    "slopes",
+    "cap",
+    "q k",
+    "k bias",
+    "v sinks cap",
+    "scale slopes",
+]
 
 
 def test_gradients_of_some_inputs_are_those_of_all():

@@ -48,7 +48,10 @@ def raises(error, words, *args, call=jflash.attention, **settings):
     "shapes, words",
     [
         (((5, 8), (7, 8), (7, 8)), "same number of axes, at least 3: (*batch, length, heads, head size)"),
-        (((2, 5, 4, 8), (7, 4, 8), (7, 4, 8)), "same number of axes ... q.shape=(2, 5, 4, 8), k.shape=(7, 4, 8)"),
+        (
+            ((2, 5, 4, 8), (7, 4, 8), (7, 4, 8)),
+            "same number of axes ... q.shape=(2, 5, 4, 8), k.shape=(7, 4, 8)",
+        ),
         (((8,), (8,), (8,)), "at least 3 ... q.shape=(8,)"),
     ],
 )
@@ -84,7 +87,9 @@ def test_what_is_no_array(x):
 
 @pytest.mark.parametrize("heads, key_heads", [(6, 4), (3, 2), (2, 4), (4, 0)])
 def test_heads_that_do_not_divide(heads, key_heads):
-    words = f"(q, k)` q has {heads} heads and k has {key_heads} ... (grouped-query attention needs H % h == 0)"
+    words = (
+        f"(q, k)` q has {heads} heads and k has {key_heads} ... (grouped-query attention needs H % h == 0)"
+    )
     words += f" ... q.shape=(2, 5, {heads}, 8)"
     raises(ValueError, words, ones(B, T, heads, D), *[ones(B, t, key_heads, D)] * 2)
 
@@ -138,7 +143,9 @@ def test_scale(scale, error, words):
     "shape", [(B, H, T, T), (3, H, T, t), (B, h, T, t), (1, B, H, T, t), (T,), (B, T, t)], ids=str
 )
 def test_bias_and_dense_masks_of_other_shapes(shape):
-    rule = f"must broadcast to (*batch, H, T, t) = (2, 4, 5, 7) ... shape {shape} ... T=5 queries over t=7 keys"
+    rule = (
+        f"must broadcast to (*batch, H, T, t) = (2, 4, 5, 7) ... shape {shape} ... T=5 queries over t=7 keys"
+    )
     raises(ValueError, f"(bias=...)` {rule}", bias=ones(*shape))
     array = ones(*shape, dtype=bool)
     raises(ValueError, f"(mask=Dense(...))` {rule}", q, k, v, array)
@@ -171,7 +178,9 @@ def test_positions(name, n, axis):
     raises(ValueError, f"{rule} (3, {n})", **{name: integers(3, n)})
     raises(ValueError, f"{rule} (1, 1, {n})", **{name: integers(1, 1, n)})
     raises(ValueError, f"{rule} ()", **{name: integers()})
-    raises(TypeError, f"({name}=...)` must be an array of integers. Got an array of float32", **{name: ones(n)})
+    raises(
+        TypeError, f"({name}=...)` must be an array of integers. Got an array of float32", **{name: ones(n)}
+    )
 
 
 # Masks
@@ -240,13 +249,24 @@ def test_window_bounds(side, bound, error, got):
 def test_segments_built_for_other_lengths():
     ids = lambda *shape: ones(*shape, dtype=jnp.int32)
     words = "(mask=Segments(q_ids=...))` must be [*batch or 1, T] with T=5, batch=(2,). Got shape (2, 6)"
-    raises(ValueError, f"{words} ... another length than this call's T=5", q, k, v, Segments(ids(B, 6), ids(t)))
+    raises(
+        ValueError, f"{words} ... another length than this call's T=5", q, k, v, Segments(ids(B, 6), ids(t))
+    )
     words = "(mask=Segments(k_ids=...))` must be [*batch or 1, t] with t=7, batch=(2,). Got shape (2, 5)"
     raises(ValueError, words, q, k, v, Segments(ids(B, T), ids(B, T)))
     words = "(mask=Segments(...))` needs k_ids where queries and keys are not the same tokens. Got T=5"
     raises(ValueError, words, q, k, v, Segments(ids(B, T)))
-    raises(ValueError, "(mask=Segments(q_ids=...))` ... Got shape (3, 5)", q, k, v, Segments(ids(3, T), ids(t)))
-    raises(TypeError, "(mask=Segments(q_ids=...))` must be an array of integers", q, k, v, Segments(ones(T), ids(t)))
+    raises(
+        ValueError, "(mask=Segments(q_ids=...))` ... Got shape (3, 5)", q, k, v, Segments(ids(3, T), ids(t))
+    )
+    raises(
+        TypeError,
+        "(mask=Segments(q_ids=...))` must be an array of integers",
+        q,
+        k,
+        v,
+        Segments(ones(T), ids(t)),
+    )
 
 
 def test_prefix():
@@ -271,7 +291,14 @@ def test_functions_that_close_over_data_of_tokens_or_pairs():
     way_out = "Data per token goes into positions or Segments, data per pair into `bias` or `Dense`"
     hide = Function(lambda b, h, i, j: matrix[i, j] > 0)
     raises(ValueError, f"(mask=Function(fn))` {rule} (5, 7). {way_out}", q, k, v, hide)
-    raises(ValueError, f"(mask=Function(fn))` {rule} (7,)", q, k, v, Function(lambda b, h, i, j: per_token[j] > 0))
+    raises(
+        ValueError,
+        f"(mask=Function(fn))` {rule} (7,)",
+        q,
+        k,
+        v,
+        Function(lambda b, h, i, j: per_token[j] > 0),
+    )
     raises(ValueError, f"(score_mod=relative)` {rule} (5, 7). {way_out}", score_mod=relative(matrix))
 
 
@@ -284,7 +311,9 @@ def relative(matrix):
 
 def test_functions_that_return_something_else():
     rule = "fn(b, h, q_pos, k_pos) must map scalars to a boolean scalar"
-    raises(ValueError, f"(mask=Function(fn))` {rule}. Got ... int32", q, k, v, Function(lambda b, h, i, j: i - j))
+    raises(
+        ValueError, f"(mask=Function(fn))` {rule}. Got ... int32", q, k, v, Function(lambda b, h, i, j: i - j)
+    )
     raises(ValueError, rule, q, k, v, Function(lambda b, h, i, j: (i > j, i < j)))
     raises(ValueError, f"{rule}. Got ... (3,)", q, k, v, Function(lambda b, h, i, j: jnp.arange(3) > j))
     rule = "mod(s, b, h, q_pos, k_pos) must map scalars to a floating-point scalar"
@@ -325,7 +354,11 @@ def test_alibi():
     raises(ValueError, f"{rule}. Got shape (3, 4)", score_mod=Alibi(ones(3, H)))
     raises(ValueError, f"{rule}. Got shape ()", score_mod=Alibi(ones()))
     integers = ones(H, dtype=jnp.int32)
-    raises(TypeError, "(score_mod=Alibi)` needs floating-point slopes. Got an array of int32", score_mod=Alibi(integers))
+    raises(
+        TypeError,
+        "(score_mod=Alibi)` needs floating-point slopes. Got an array of int32",
+        score_mod=Alibi(integers),
+    )
 
 
 # Dropout
@@ -414,4 +447,6 @@ def test_errors_come_before_any_computation_also_in_a_trace():
     with pytest.raises(ValueError, match=re.escape("`attention(bias=...)` must broadcast")):
         jax.jit(lambda q: jflash.attention(q, k, v, bias=ones(9, 9)))(q)
     with pytest.raises(ValueError, match=re.escape("(mask=Segments(q_ids=...))`")):
-        jax.eval_shape(lambda q: jflash.attention(q, k, v, Segments(ones(9, dtype=jnp.int32), k[0, :, 0, 0])), q)
+        jax.eval_shape(
+            lambda q: jflash.attention(q, k, v, Segments(ones(9, dtype=jnp.int32), k[0, :, 0, 0])), q
+        )
