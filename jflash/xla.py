@@ -28,12 +28,10 @@ from pallas_kernels.pairs import Pairs
 from pallas_kernels.problem import Operands, Problem
 
 from . import grouped, schedule
+from .exp2 import LOG2E, exp2_by_polynomial
 from .tiling import At, Tiling, pad, walk
 
 NAME = "xla"
-LOG2E = math.log2(math.e)
-# 2^r for |r| <= 1/2, relative error below 1.0e-7; 1 at 0 exactly. Highest power first.
-EXP2 = (0.001326472731, 0.009671512991, 0.055507335812, 0.240222424269, 0.693147003651, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +148,16 @@ def backward(
             do_, lse_ = x.cut(do, "hgqd", at), x.cut(lse, "hgq1", at)
             raw = x.product("...gqD,...Dk->...gqk", x.cut(x.q, "hgqD", at), k_t)
             extras = x.cut_extras(at)
+            if masked:
+                visible = x.visible(at)
+                if any(diff):  # 0 times a hidden key's NaN
+                    raw = jnp.where(visible, raw, 0)
             s, pull = jax.vjp(
                 lambda raw, some: x.scores(raw, at, _merge(diff, some, extras)),
                 raw,
                 [leaf for leaf, yes in zip(extras, diff) if yes],
             )
             if masked:
-                visible = x.visible(at)
                 s = jnp.where(visible, s, -jnp.inf)
             p = x.exp(s, lse_)
             dp = x.product("...gqd,...dk->...gqk", do_, v_t_)
@@ -385,28 +386,3 @@ def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling
     together = small and not plan.per_batch
     batch = tuple(1 if together else n for n in problem.batch)
     return Tiling(batch, heads, config.block_q, config.block_k)
-
-
-@jax.custom_jvp
-def exp2_by_polynomial(y: jax.Array) -> jax.Array:
-    """2^y for float32 y below 127, to 2 units in the last place; 0 below -126.
-
-    The nearest integer goes into the exponent's bits, the rest, within 1/2 of 0, through a
-    polynomial fitted to 2^r for the smallest relative error.
-    """
-    bounded = jnp.maximum(y, -150.0)
-    shifted = bounded + 12582912.0  # 1.5 * 2^23: the sum keeps the nearest integer in its low bits
-    r = bounded - (shifted - 12582912.0)
-    p = jnp.float32(EXP2[0])
-    for c in EXP2[1:]:
-        p = p * r + jnp.float32(c)
-    bits = lax.bitcast_convert_type(p, jnp.int32)
-    bits += lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), jnp.int32(23))
-    return jnp.where(y < -126, 0, lax.bitcast_convert_type(bits, jnp.float32))
-
-
-@exp2_by_polynomial.defjvp
-def _exp2_jvp(primals, tangents):
-    # Of the bits it would be 0: second order passes through here.
-    p = exp2_by_polynomial(*primals)
-    return p, p * math.log(2) * tangents[0]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash import Alibi, Causal, Dense, Function, Prefix, Segments, SoftCap, Window
-from pallas_kernels import pairs
 
 
 class Shape(NamedTuple):
@@ -345,16 +344,33 @@ def inputs(case, dtype, seed=0, heat=2.0):
     data["visible"] = np.asarray(MASKS[case.mask].dense(at, *data["mask"]))
     if case.rate:
         data["key"] = np.asarray(jax.random.PRNGKey(seed))
-        data["kept"] = np.asarray(kept(case, data["key"]))
+        data["kept"] = kept(case, data["key"])
     return Inputs(floats, data, cotangents)
 
 
 def kept(case, key):
     """The pairs that dropout keeps, [*batch, H, T, t]: by global rows and indices, as `Dropout` has it."""
-    b, h, q, k = case.offsets
+    words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
     at = grid(SHAPES[case.shape])
-    at = pairs.Pairs(at.b + b, at.h + h, None, None, at.q_row, at.k_row)
-    return pairs.keep(case.rate, tuple(jax.random.bits(key, (2,), jnp.uint32)), at, q, k)
+    b, h, q_row, k_row = (np.uint32(x + n) for x, n in zip((at.b, at.h, at.q_row, at.k_row), case.offsets))
+    q, k = (philox((row, h, b, np.uint32(side)), words) for side, row in enumerate((q_row, k_row)))
+    x = q[0] ^ k[0]
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) + (q[1] ^ k[1])
+    x = x * np.uint32(0x846CA68B)
+    return (x ^ (x >> 16)) >= np.uint32(round(case.rate * 2**32))
+
+
+def philox(counter, key, rounds=10):
+    """Philox4x32 in NumPy: four words from four words of the counter and two of the key."""
+    c = [np.asarray(x, np.uint64) for x in counter]
+    k = [int(x) for x in key]
+    low, high = lambda x: x & np.uint64(0xFFFFFFFF), lambda x: x >> np.uint64(32)
+    for _ in range(rounds):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [high(b) ^ c[1] ^ np.uint64(k[0]), low(b), high(a) ^ c[3] ^ np.uint64(k[1]), low(a)]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return [x.astype(np.uint32) for x in c]
 
 
 def coordinates(case, data):

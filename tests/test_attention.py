@@ -19,7 +19,7 @@ CASES = {
     Case("mha", "window 0 0", sinks=True): (F32,),
     Case("mha", "~window", bias="BHTt", positions=True): (F32,),
     Case("gqa", "window", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32, BF16),
-    Case("gqa", "function & window", positions=True, mods="alibi"): (F32,),
+    Case("gqa", "function & window", positions=True, mods="softcap"): (F32,),
     Case("gqa", "function", bias="1H1t", rate=0.5, offsets=(3, 2, 5, 7)): (F32, F16),
     Case("gqa", "dense B11t", bias="B11t"): (BF16,),
     Case("gqa", "function of heads", bias="Tt", sinks=True): (F32,),
