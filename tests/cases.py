@@ -40,6 +40,8 @@ SHAPES = {
     "d=1": Shape((2,), 37, 37, 2, 2, 8, 1),
     "no batch": Shape((), 37, 45, 4, 2, 8, 8),
     "two batch axes": Shape((2, 3), 19, 35, 4, 2, 8, 16),
+    "square": Shape((2,), 40, 40, 2, 2, 1, 40),
+    "sixteenth of the square": Shape((1,), 20, 20, 1, 1, 1, 40),
     "no queries": Shape((2,), 0, 5, 4, 2, 8, 8),
     "no keys": Shape((2,), 5, 0, 4, 2, 8, 8),
     "no entries": Shape((0,), 5, 7, 4, 2, 8, 8),
@@ -344,21 +346,22 @@ def inputs(case, dtype, seed=0, heat=2.0):
     data["visible"] = np.asarray(MASKS[case.mask].dense(at, *data["mask"]))
     if case.rate:
         data["key"] = np.asarray(jax.random.PRNGKey(seed))
-        data["kept"] = kept(case, data["key"])
+        data["offsets"] = tuple(map(np.int32, case.offsets))
+        data["kept"] = kept(shape, case.rate, data["key"], case.offsets)
     return Inputs(floats, data, cotangents)
 
 
-def kept(case, key):
-    """The pairs that dropout keeps, [*batch, H, T, t]: by global rows and indices, as `Dropout` has it."""
+def kept(shape, rate, key, offsets=(0, 0, 0, 0)):
+    """The pairs that dropout keeps, [*batch, H, T, t]: by global indices and rows, as `Dropout` has it."""
     words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-    at = grid(SHAPES[case.shape])
-    b, h, q_row, k_row = (np.uint32(x + n) for x, n in zip((at.b, at.h, at.q_row, at.k_row), case.offsets))
+    at = grid(shape)
+    b, h, q_row, k_row = (np.uint32(x + n) for x, n in zip((at.b, at.h, at.q_row, at.k_row), offsets))
     q, k = (philox((row, h, b, np.uint32(side)), words) for side, row in enumerate((q_row, k_row)))
     x = q[0] ^ k[0]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) + (q[1] ^ k[1])
     x = x * np.uint32(0x846CA68B)
-    return (x ^ (x >> 16)) >= np.uint32(round(case.rate * 2**32))
+    return (x ^ (x >> 16)) >= np.uint32(round(rate * 2**32))
 
 
 def philox(counter, key, rounds=10):

@@ -44,9 +44,7 @@ def tiled(implementation, tiles=0):
 
 def attend(case, implementation, floats, data, **more):
     """(out, lse) of the case by an implementation of jflash."""
-    dropout = None
-    if case.rate or any(case.offsets):
-        dropout = Dropout(case.rate, data.get("key"), case.offsets)
+    dropout = Dropout(case.rate, data["key"], data["offsets"]) if case.rate else None
     return jflash.attention_with_lse(
         floats["q"],
         floats["k"],

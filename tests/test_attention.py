@@ -7,48 +7,36 @@ import pytest
 from cases import BIASES, MASKS, MODS, SHAPES, Case, inputs
 from programs import IMPLEMENTATIONS, QUICK, TILES, assert_accurate, attend, results, tiled
 
-import jflash
-
 SAMPLES = 32  # of inputs a case: they cost milliseconds, its compilation costs seconds
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 CASES = {
     Case("mha"): (F32, BF16, F16),
-    Case("mha", "causal", scale=0.3): (F32, BF16, F16),
     Case("mha", "segments", bias="B1Tt", bias_dtype=BF16): (BF16,),
-    Case("mha", "window 0 0", sinks=True): (F32,),
     Case("mha", "~window", bias="BHTt", positions=True): (F32,),
-    Case("gqa", "window", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32, BF16),
-    Case("gqa", "function & window", positions=True, mods="softcap"): (F32,),
-    Case("gqa", "function", bias="1H1t", rate=0.5, offsets=(3, 2, 5, 7)): (F32, F16),
-    Case("gqa", "dense B11t", bias="B11t"): (BF16,),
-    Case("gqa", "function of heads", bias="Tt", sinks=True): (F32,),
+    Case("gqa", "window", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32,),
+    Case("gqa", "function of heads", bias="1H1t", mods="softcap"): (F16,),
     Case("mqa", "window traced", bias="1HTt", bias_dtype=BF16, mods="softcap traced"): (F32,),
-    Case("mqa", "dense BH1t", bias="1H1t"): (F16,),
-    Case("long", "causal & segments", bias="11Tt"): (F32, BF16),
-    Case("cross", "segments padded", bias="111t", mods="alibi of entries"): (F32, F16),
-    Case("cross", "dense B1Tt", bias="BHTt"): (F32, BF16, F16),
-    Case("more queries", "causal", bias="B11t", mods="alibi", sinks=True): (F32, BF16),
+    Case("long", "causal & segments", bias="11Tt"): (BF16,),
+    Case("cross", "segments padded", bias="111t", mods="alibi of entries"): (F32,),
+    Case("cross", "dense B1Tt", bias="BHTt"): (F32, BF16),
+    Case("more queries", "causal", bias="B11t", mods="alibi", sinks=True): (F32,),
     Case("more queries", "window & prefix", bias="BHT1", mods="function", scale="traced"): (F32,),
-    Case("one query", "prefix B", bias="HTt", mods="softcap"): (F32, BF16),
+    Case("one query", "prefix B", bias="HTt", mods="softcap"): (F32,),
     Case("one key", "prefix BT", sinks=True): (F32,),
     Case("wide keys", "dense BHTt", bias="Tt"): (F16,),
     Case("wide values", "nested", bias=""): (F32,),
     Case("D=1", "segments unsorted", bias="11T1"): (F32,),
     Case("d=1", "causal | prefix", bias="B1Tt", sinks=True): (BF16,),
-    Case("no batch", "window 20 0", bias="1HTt", mods="function"): (F32,),
-    Case("no batch", "~segments & causal", positions=True): (BF16,),
-    Case("two batch axes", "segments of all", mods="alibi of entries", rate=0.2): (F32, BF16),
-    Case("two batch axes", "array & causal", bias="B1Tt", mods="several", scale="traced", sinks=True): (F32,),
+    Case("no batch", "window 20 0", bias="1HTt", scale=0.3): (F32,),
+    Case("two batch axes", "array & causal", bias="B1Tt", rate=0.3, offsets=(3, 2, 5, 7)): (F32,),
 }
-# The cases in which some keys are hidden from all queries, and some queries see no key.
+# Those in which nothing sees some of the keys, and some of the queries see nothing.
 HIDING = [
-    Case("gqa", "dense B11t", bias="B11t"),
     Case("cross", "segments padded", bias="111t", mods="alibi of entries"),
     Case("more queries", "window & prefix", bias="BHT1", mods="function", scale="traced"),
     Case("one query", "prefix B", bias="HTt", mods="softcap"),
     Case("D=1", "segments unsorted", bias="11T1"),
-    Case("two batch axes", "segments of all", mods="alibi of entries", rate=0.2),
 ]
 
 name = lambda x: getattr(x, "__name__", str(x))
@@ -62,8 +50,8 @@ def tiles_of(case, implementation):
 
 
 def test_the_cases_leave_nothing_out():
-    edges = {"no queries", "no keys", "no entries"}
-    assert {case.shape for case in CASES} == SHAPES.keys() - edges
+    elsewhere = {"no queries", "no keys", "no entries", "square", "sixteenth of the square"}
+    assert {case.shape for case in CASES} == SHAPES.keys() - elsewhere
     assert {case.bias for case in CASES} - {None} >= set(BIASES)
     assert {case.mods for case in CASES} - {None} == MODS.keys()
     assert {case.mask for case in CASES} <= MASKS.keys()
@@ -92,7 +80,7 @@ def with_bias(case, dtype, change, **more):
 
 
 @by_implementation
-@pytest.mark.parametrize("dtype", [F32, F16], ids=name)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name)
 @pytest.mark.parametrize("rise", [100, -100])
 def test_maxima_that_rise_or_fall_from_block_to_block(implementation, dtype, rise):  # D08
     case = Case("cross", "dense B1Tt", bias="BHTt")
@@ -101,7 +89,7 @@ def test_maxima_that_rise_or_fall_from_block_to_block(implementation, dtype, ris
 
 
 @by_each
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=name)
 @pytest.mark.parametrize("low", [-1e30, float(np.finfo(np.float32).min)])
 def test_any_finite_logit_beats_masked(implementation, dtype, low):
     case = Case("cross", "dense B1Tt", bias="BHTt")
@@ -133,20 +121,23 @@ def test_bias_that_hides_whole_blocks(implementation, low):  # A03, E09
     assert (got["dbias"][samples[0].floats["bias"] == low] == 0).all()
 
 
-def hidden(case, x):
-    """(keys [*batch, t] that nothing sees, queries [*batch, H, T] that see nothing)."""
+def hiding(case):
+    """Inputs, keys [*batch, t] that nothing sees, and queries [*batch, H, T] that see nothing."""
     batch, T, t, H, *_ = SHAPES[case.shape]
-    visible = np.broadcast_to(x.data["visible"], (*batch, H, T, t))
-    return ~visible.any((-3, -2)), ~visible.any(-1)
+    for seed in range(SAMPLES):
+        x = inputs(case, CASES[case][0], seed)
+        visible = np.broadcast_to(x.data["visible"], (*batch, H, T, t))
+        keys, queries = ~visible.any((-3, -2)), ~visible.any(-1)
+        if keys.any() and queries.any() and not queries.all():
+            return x, keys, queries
+    raise AssertionError(f"{case} hides nothing")
 
 
 @by_each
 @pytest.mark.parametrize("case", HIDING, ids=str)
 def test_what_takes_no_part_is_zero(implementation, case):
-    x = inputs(case, F32)
-    keys, queries = hidden(case, x)
+    x, keys, queries = hiding(case)
     rows = queries.swapaxes(-1, -2)
-    assert keys.any() and queries.any()
     got = results(case, implementation, x, tiles_of(case, implementation))
     assert (got["out"][rows] == 0).all() and (got["dq"][rows] == 0).all()
     assert (got["lse"][queries] == -np.inf).all() and np.isfinite(got["lse"][~queries]).all()
@@ -156,8 +147,7 @@ def test_what_takes_no_part_is_zero(implementation, case):
 @by_each
 @pytest.mark.parametrize("case", HIDING, ids=str)
 def test_what_takes_no_part_may_hold_nan(implementation, case):
-    x = inputs(case, F32)
-    keys, queries = hidden(case, x)
+    x, keys, queries = hiding(case)
     rows = queries.swapaxes(-1, -2)
 
     def holding(value):
@@ -170,7 +160,8 @@ def test_what_takes_no_part_may_hold_nan(implementation, case):
 
     zeros = holding(0)
     for value in (np.nan, np.inf, -np.inf, 3e38):
-        assert holding(value) == zeros, value
+        got = holding(value)
+        assert [name for name in got if got[name] != zeros[name]] == [], value
 
 
 @by_implementation
@@ -205,37 +196,3 @@ def test_nothing_to_attend(implementation, shape):
     assert got["lse"].shape == (*batch, H, T) and (got["lse"] == -np.inf).all()
     for name in ("q", "k", "v", "bias", "sinks"):
         assert got[f"d{name}"].shape == x.floats[name].shape and (got[f"d{name}"] == 0).all()
-
-
-@by_each
-def test_groups_of_heads_repeat(implementation):  # G01
-    v = jnp.broadcast_to(jnp.array([1.0, 2.0])[:, None], (2, 5, 2, 8))
-    q, k = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 5, 2, 8))
-    out = jflash.attention(q, k, v, implementation=implementation)
-    np.testing.assert_allclose(out, np.broadcast_to(np.array([1, 1, 2, 2.0])[:, None], (2, 3, 4, 8)))
-
-
-@by_each
-def test_scale_is_of_the_head_size_of_keys(implementation):  # C07
-    q = jnp.zeros((1, 1, 1, 4)).at[..., 0].set(2.0)
-    k = jnp.zeros((1, 2, 1, 4)).at[0, 1, 0, 0].set(3.0)
-    v = jnp.broadcast_to(jnp.arange(2.0)[:, None, None], (1, 2, 1, 9))
-    out = jflash.attention(q, k, v, implementation=implementation)
-    np.testing.assert_allclose(out, 1 / (1 + np.exp(-3.0)), rtol=1e-6)  # 2 * 3 / sqrt(4)
-
-
-@by_each
-def test_alignment_is_bottom_right(implementation):  # A10
-    q, k = jnp.zeros((1, 5, 1, 4)), jnp.ones((1, 2, 1, 4))
-    v = jnp.array([[1.0, 10], [3, 30]])[None, :, None]
-    call = lambda q, k, v: jflash.attention_with_lse(q, k, v, jflash.Causal(), implementation=implementation)
-    out, lse = jax.jit(call)(q, k, v)
-    np.testing.assert_allclose(out[0, :, 0], [[0, 0], [0, 0], [0, 0], [1, 10], [2, 20]], rtol=1e-6)
-    np.testing.assert_allclose(lse[0, 0], [-np.inf] * 3 + [0, np.log(2)], atol=1e-6)
-
-
-@by_each
-def test_window_counts_inclusively(implementation):  # F08
-    q, v = jnp.zeros((1, 10, 1, 1)), jnp.arange(10.0).reshape(1, 10, 1, 1)
-    out = jflash.attention(q, q, v, jflash.Window(3, 0), implementation=implementation)
-    np.testing.assert_allclose(out.ravel(), [0, 0.5, 1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5], rtol=1e-6)

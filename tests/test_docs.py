@@ -95,9 +95,8 @@ def test_marked_blocks_are_at_least_python():
 
 def test_blocks_are_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(
-        "text\n```python\nx = 1\n```\n```python needs a GPU\ny = 2\n```\n```\nz\n```\n```python\nw = 3\n```\n"
-    )
+    fences = {"python": "x = 1", "python needs a GPU": "y = 2", "": "z", "python ": "w = 3"}
+    page.write_text("text\n" + "".join(f"```{mark}\n{code}\n```\n" for mark, code in fences.items()))
     assert blocks(page) == ["x = 1\n", "w = 3\n"]
 
 

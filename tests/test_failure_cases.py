@@ -72,7 +72,8 @@ def causal(T, t, left=None, right=0):
 def oracle(q, k, v, visible=None, bias=0.0, scale=None, cap=None, sinks=None, do=None, dlse=None):
     """out, lse and gradients by name: float64, each formula as it is written on paper."""
     q, k, v, bias = (np.asarray(x, np.float64) for x in (q, k, v, bias))
-    (B, T, H, D), (t, h) = q.shape, k.shape[1:3]
+    B, _, H, D = q.shape
+    t, h = k.shape[1:3]
     repeat = lambda x: np.repeat(x, H // h, 2)
     scale = float(D) ** -0.5 if scale is None else float(scale)
     raw = np.einsum("bthd,bshd->bhts", q, repeat(k))

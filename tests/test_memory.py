@@ -1,0 +1,62 @@
+"""No implementation holds an array of T·t elements, forward or backward: read off the compiled program."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import IMPLEMENTATIONS, QUICK
+
+import jflash
+from jflash import Causal, Segments
+
+LENGTHS = (8192, 16384, 32768)
+KINDS = {
+    "causal": (lambda ids: Causal(), ()),
+    "packed segments": (lambda ids: Segments(ids) & Causal(), ()),
+    "bias": (lambda ids: Causal(), (1, 2, 1, None)),  # None: one for each key
+}
+
+
+def compiled(implementation, kind, length, gradient):
+    mask, bias = KINDS[kind]
+    of = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    floats = [of((1, length, heads, 8)) for heads in (2, 1, 1)]
+    floats += [of(tuple(length if n is None else n for n in bias))] if bias else []
+    ids = of((1, length), jnp.int32)
+
+    def attend(floats, ids):
+        q, k, v, *bias = floats
+        return jflash.attention(
+            q, k, v, mask(ids), bias=bias[0] if bias else None, implementation=implementation
+        )
+
+    def gradients(floats, ids, do):
+        out, pull = jax.vjp(lambda floats: attend(floats, ids), floats)
+        return out, pull(do)
+
+    call, more = (gradients, (floats[0],)) if gradient else (attend, ())
+    return jax.jit(call, compiler_options=QUICK).lower(floats, ids, *more).compile()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_is_linear(implementation, gradient, kind):
+    used = []
+    for length in LENGTHS:
+        program = compiled(implementation, kind, length, gradient)
+        shapes = re.findall(r"[a-z]\d*\[([\d,]+)\]", program.as_text())
+        sizes = {shape: math.prod(map(int, shape.split(","))) for shape in set(shapes)}
+        assert max(sizes.values()) >= length * 2 * 8  # the text does show shapes
+        assert max(sizes.values()) < length * length, max(sizes, key=sizes.get)
+        used.append(program.memory_analysis().temp_size_in_bytes)
+    # On a line through (or above) the origin four times the length takes at most four times as much.
+    assert 0 < used[1] <= 2.1 * used[0] and used[2] <= 4.2 * used[0], used
+
+
+def test_the_reference_would_not_pass():
+    q = jax.ShapeDtypeStruct((1, 512, 1, 8), jnp.float32)
+    call = lambda q: jflash.attention(q, q, q, implementation="reference")
+    assert "512,512]" in jax.jit(call, compiler_options=QUICK).lower(q).compile().as_text()
