@@ -63,7 +63,7 @@ MUTANTS = [
         "jflash/grouped.py",
         "return x.reshape(*x.shape[:-3], problem.h, problem.group, *x.shape[-2:])",
         "return x.reshape(*x.shape[:-3], problem.group, problem.h, *x.shape[-2:]).swapaxes(-3, -4)",
-        "failure_cases.py G01",
+        "attention.py gqa",
     ),
     (
         "a dropout offset of 0",

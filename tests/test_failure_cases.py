@@ -382,7 +382,7 @@ def test_B03_one_query_sees_all_keys():
     assert_close(lse.ravel(), [np.log(4)], 1e-6)
 
 
-@pytest.mark.parametrize("T, t", [(32, 128), (33, 130), (130, 33), (1, 257), (257, 1)])
+@pytest.mark.parametrize("T, t", [(33, 130), (130, 33), (1, 257), (257, 1)])
 def test_B04_lengths_of_queries_and_keys_differ(T, t):
     """jax-ml/jax#24491: wrong numbers for 512 queries over 2048 keys."""
     q, k, v = qkv(2, T, 2, 8, t=t)

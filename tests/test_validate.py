@@ -191,8 +191,8 @@ def test_positions(name, n, axis):
     [
         (ones(T, t), "an array of float32"),
         (np.ones((T, t), np.int32), "an array of int32"),
-        ("causal", "'str'"),
-        (lambda b, h, i, j: i >= j, "'function'"),
+        ("causal", "a str"),
+        (lambda b, h, i, j: i >= j, "a function"),
     ],
     ids=["float", "integers", "name", "function"],
 )
@@ -204,7 +204,7 @@ def test_what_is_no_mask(mask, got):
 
 
 def test_a_mask_combined_with_what_is_none():
-    with pytest.raises(TypeError, match="must be a jflash mask.*or a boolean array.*Got 'str'"):
+    with pytest.raises(TypeError, match="must be a jflash mask.*or a boolean array.*Got a str"):
         Causal() & "window"
     with pytest.raises(TypeError, match="Got an array of float32"):
         np.ones((T, t), np.float32) | Causal()
