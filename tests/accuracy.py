@@ -140,3 +140,14 @@ def assert_as_accurate(got, plain, truth, dtype):
             f"{name}: the {('largest', 'root mean square')[worst[0]]} error is {ours[worst]:.3g} in batch "
             f"entry and head {tuple(map(int, worst[1:]))}, of plain JAX {theirs[worst]:.3g}, eps {eps:.3g}"
         )
+
+
+def assert_half_the_digits(got, truth, dtype):
+    """Fails if some output or gradient has fewer right: no rounding does that, every wrong formula does.
+
+    For single samples; the arguments are those of `assert_as_accurate`.
+    """
+    for name in got:
+        eps = max(float(jnp.finfo(kind).eps) for kind in (dtype, got[name].dtype))
+        wrong = errors(name, got[name][None], truth[name][None])
+        assert (wrong < eps**0.5).all(), f"{name}: relative errors of {wrong}"

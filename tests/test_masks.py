@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def visible(shape, mask, **more):
 
 
 @pytest.mark.parametrize("shape", ["gqa", "cross", "more queries", "no batch", "two batch axes"])
-@pytest.mark.parametrize("name", MASKS.keys() - {"none"})
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
 def test_masks_show_what_their_twins_do(name, shape):
     shape = SHAPES[shape]
     rng = np.random.default_rng(0)
@@ -44,7 +45,8 @@ def test_masks_show_what_their_twins_do(name, shape):
     for more in ({}, positions):
         at = grid(shape, *more.values())
         expected = np.broadcast_to(MASKS[name].dense(at, *data), (*shape.batch, shape.H, shape.T, shape.t))
-        np.testing.assert_array_equal(visible(shape, MASKS[name].mask(shape, *data), **more), expected)
+        mask = MASKS[name].mask(shape, *jax.tree.map(jnp.asarray, data))
+        np.testing.assert_array_equal(visible(shape, mask, **more), expected)
 
 
 def test_an_array_is_a_mask_on_either_side():
