@@ -19,13 +19,15 @@ def exp2_by_polynomial(y: jax.Array) -> jax.Array:
     polynomial fitted to 2^r for the smallest relative error.
     """
     bounded = jnp.maximum(y, -150.0)
-    shifted = bounded + 12582912.0  # 1.5 * 2^23: the sum keeps the nearest integer in its low bits
-    r = bounded - (shifted - 12582912.0)
+    # A sum with 1.5 * 2^23 keeps the nearest integer in its low bits. It is taken from the bits: as a
+    # difference of floats, XLA of JAX 0.11 cancels it against the sum.
+    shifted = lax.bitcast_convert_type(bounded + 12582912.0, jnp.int32)
+    n = shifted - jnp.int32(0x4B400000)
+    r = bounded - n.astype(jnp.float32)
     p = jnp.float32(EXP2[0])
     for c in EXP2[1:]:
         p = p * r + jnp.float32(c)
-    bits = lax.bitcast_convert_type(p, jnp.int32)
-    bits += lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), jnp.int32(23))
+    bits = lax.bitcast_convert_type(p, jnp.int32) + lax.shift_left(n, jnp.int32(23))
     return jnp.where(y < -126, 0, lax.bitcast_convert_type(bits, jnp.float32))
 
 

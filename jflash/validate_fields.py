@@ -208,8 +208,9 @@ def _window_bound(argument: str, side: str, x: Any) -> Any:
     rule = "must be None (open) or an integer of at least 0 (0 is a real bound)"
     if _is_int(x):
         fix = "None opens a side; -1 does not." if x == -1 else ""
+        x = int(x)
         check(x >= 0, ValueError, argument, f"{side} {rule}", f"{x}", fix)
-        return int(x)
+        return x
     is_scalar = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.integer) and jnp.ndim(x) == 0
     check(is_scalar, TypeError, argument, f"{side} {rule}", kind(x))
     return jnp.asarray(x, jnp.int32)
