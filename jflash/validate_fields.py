@@ -209,7 +209,7 @@ def _window_bound(argument: str, side: str, x: Any) -> Any:
     if _is_int(x):
         fix = "None opens a side; -1 does not." if x == -1 else ""
         x = int(x)
-        check(x >= 0, ValueError, argument, f"{side} {rule}", f"{x}", fix)
+        check(int(x) >= 0, ValueError, argument, f"{side} {rule}", f"{x}", fix)
         return x
     is_scalar = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.integer) and jnp.ndim(x) == 0
     check(is_scalar, TypeError, argument, f"{side} {rule}", kind(x))
@@ -220,6 +220,7 @@ def _prefix(where: Where, argument: str, n: Any) -> jax.Array:
     p = where.problem
     nb = len(p.batch)
     if _is_int(n):
+        n = int(n)
         check(
             0 <= n <= p.t,
             ValueError,
@@ -227,7 +228,7 @@ def _prefix(where: Where, argument: str, n: Any) -> jax.Array:
             f"n must be between 0 and the number of keys, {p.t}",
             f"{n}",
         )
-        return jnp.full((1,) * (nb + 1), int(n), jnp.int32)
+        return jnp.full((1,) * (nb + 1), n, jnp.int32)
     n = as_array(argument, n)
     check(jnp.issubdtype(n.dtype, jnp.integer), TypeError, argument, "n must be integers", kind(n))
     if n.ndim == nb and all(a in (1, b) for a, b in zip(n.shape, p.batch)):
