@@ -4,9 +4,10 @@ An implementation is a module with the same few names:
 
 - `unsupported(problem) -> str | None`: why it cannot take a problem, or None;
 - `default_config(problem)`, `candidates(problem)`: how it is configured, what tuning may try;
-- `forward(problem, operands, config) -> (out, lse)`;
-- `backward(problem, operands, config, lse, delta, do, wanted) -> gradients by operand`, or None
-  where JAX differentiates `forward` itself.
+- `forward(problem, operands, config, plan) -> (out, lse)`, where `plan(block_q, block_k, of)` is
+  the schedule of the call (`jflash.schedule.make`);
+- `backward(problem, operands, config, plan, lse, delta, do, wanted) -> gradients by operand`, or
+  None where JAX differentiates `forward` itself.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ class Row:
 
 
 TABLE = (
+    Row("triton", "pallas_kernels.triton", True, "Pallas kernels for NVIDIA and AMD GPUs, linear memory"),
     Row("xla", "jflash.xla", True, "loops of XLA operations, linear memory, any platform"),
     Row("reference", "jflash.reference", False, "dense, T·t memory: never chosen by itself"),
 )

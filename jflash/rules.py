@@ -14,6 +14,7 @@ Forward mode and second order: see docs/design-notes.md.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +56,8 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     operands = _vary_alike(operands)
     if call.implementation.backward is None:
-        return call.implementation.forward(call.problem.of(operands), operands, call.config)
+        problem = call.problem.of(operands)
+        return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
     return _attend(call, operands)
 
 
@@ -100,7 +102,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     problem = call.problem.of(operands)
-    out, lse = call.implementation.forward(problem, operands, call.config)
+    out, lse = call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
     if operands.sinks is not None:
         out = _times(out, _sink_weight(operands, lse))
     return out, lse
@@ -129,8 +131,13 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
         operands = dataclasses.replace(operands, q=jnp.where(_per_row(empty), 0, operands.q))
     lse = jnp.where(empty, jnp.inf, lse)
     return grads | call.implementation.backward(
-        problem, operands, call.config, lse, delta, do, wanted - {"sinks"}
+        problem, operands, call.config, _plan(problem, operands), lse, delta, do, wanted - {"sinks"}
     )
+
+
+def _plan(problem: Problem, operands: Operands) -> Callable:
+    """`plan(block_q, block_k, of)`: the schedule of the call, for blocks of an implementation's choice."""
+    return functools.partial(schedule.make, problem, operands)
 
 
 def _per_row(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.problem import Operands, Problem, batch_index, head_index
 
 from . import validate_fields as fields
-from .backends import TABLE, platform
+from .backends import TABLE, interpreting, platform
 from .checks import as_array, check, kind
 from .dropout import Dropout, key_words
 
@@ -76,6 +76,7 @@ def attention(
         precision=_precision(call, precision, q.dtype),
         deterministic=bool(deterministic),
         platform=platform(),
+        interpret=interpreting(),
         masked=mask is not None,
         default_positions=q_positions is None and k_positions is None,
     )
