@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.problem import Operands, Problem, batch_index, head_index
 
 from . import validate_fields as fields
-from .backends import TABLE, interpreting, platform
+from .backends import TABLE, interpreting, target
 from .checks import as_array, check, kind
 from .dropout import Dropout, key_words
 
@@ -62,6 +62,7 @@ def attention(
     *_, t, h, d = v.shape
     scale_static, scale_traced = _scale(call, scale, D)
     rate, words, row_offsets, b_offset, h_offset = _dropout(call, dropout)
+    platform, architecture = target()
     problem = Problem(
         batch=tuple(batch),
         T=T,
@@ -75,7 +76,8 @@ def attention(
         dropout_rate=rate,
         precision=_precision(call, precision, q.dtype),
         deterministic=bool(deterministic),
-        platform=platform(),
+        platform=platform,
+        architecture=architecture,
         interpret=interpreting(),
         masked=mask is not None,
         default_positions=q_positions is None and k_positions is None,

@@ -876,18 +876,18 @@ def test_a_named_implementation_runs_or_raises(monkeypatch):
 
 
 def test_the_platform_is_that_of_the_trace():
-    from jflash.backends import platform
+    from jflash.backends import target
 
-    assert platform() == "cpu"
+    assert target() == ("cpu", "")
     with jax.default_device(jax.devices("cpu")[2]):
-        assert platform() == "cpu"
+        assert target() == ("cpu", "")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     abstract = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     x = operands()
     with jax.sharding.use_abstract_mesh(abstract):
-        assert platform() == "cuda"
+        assert target() == ("cuda", "sm_90")
         assert jflash.explain(*map(x.get, "qkv")).platform == "cuda"
-    assert platform() == "cpu"
+    assert target() == ("cpu", "")
 
 
 def test_lowering_for_other_platforms():

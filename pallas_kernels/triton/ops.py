@@ -36,9 +36,8 @@ def load(ref: Any, index: tuple, fill: float = 0) -> jax.Array:
     Masked by hand: the lowering of JAX 0.11 reads what lies behind an array.
     """
     at, exists = _slices(index)
-    if exists is None:
-        return ref[at]
-    return plt.load(ref.at[at], mask=exists, other=jnp.full((), fill, ref.dtype))
+    other = None if exists is None else jnp.full((), fill, ref.dtype)
+    return plt.load(ref.at[at], mask=exists, other=other)
 
 
 def store(ref: Any, index: tuple, x: jax.Array) -> None:
