@@ -90,7 +90,6 @@ def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
         key=lambda x: spec(x, *batch, None),
         pair=lambda x: spec(x, *batch, heads, None, None),
         scalar=whole,
-        whole=whole,
     )
     per_token = lambda x: spec(x, *batch, None, heads, None)
     fields: dict[str, Callable] = dict(

@@ -3,25 +3,33 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
+import os
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from accuracy import assert_as_accurate, plain_attention
 from cases import MASKS, MODS, SHAPES, Inputs, coordinates
 
 import jflash
-from jflash import Dropout, xla
+from jflash import Dropout, backends, xla
+from pallas_kernels import triton
 
 # What each implementation is tested with: small tiles, so that short sequences have several and the
 # loops over heads and batch entries run.
-TILES = {"xla": (xla.Config(16, 16), xla.Config(16, 32, scores=1))}
-IMPLEMENTATIONS = tuple(TILES)
+SQUARE, WIDE = triton.Block(16, 16, 4, 1), triton.Block(16, 32, 4, 1)
+TILES = {
+    "xla": (xla.Config(16, 16), xla.Config(16, 32, scores=1)),
+    "triton": (triton.Config(SQUARE, SQUARE, SQUARE), triton.Config(WIDE, WIDE, WIDE)),
+}
+# With `-m gpu` all run as they are, else the kernels in interpret mode.
+ON_GPU = "JFLASH_TESTS_ON_GPU" in os.environ
+IMPLEMENTATIONS = tuple(pytest.param(name, marks=pytest.mark.gpu) if ON_GPU else name for name in TILES)
 ORDERS = 4  # in which plain JAX computes the same
 # LLVM's optimisations take more than half of the time of a test and decide nothing that is tested.
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK = {} if ON_GPU else {"xla_backend_optimization_level": 0}
 
 
 @contextlib.contextmanager
@@ -30,16 +38,20 @@ def tiled(implementation, tiles=0):
     if implementation not in TILES:
         yield
         return
-    module = importlib.import_module(f"jflash.{implementation}")
+    [row] = [row for row in backends.TABLE if row.name == implementation]
     config = TILES[implementation][tiles]
 
-    def fitting(problem):  # no larger than the call, as the default is
+    def fitting(problem):
+        if implementation != "xla":
+            return config
+        # No larger than the call, as the default is.
         sizes = dict(
             block_q=max(1, min(config.block_q, problem.T)), block_k=max(1, min(config.block_k, problem.t))
         )
         return dataclasses.replace(config, **sizes)
 
-    with mock.patch.object(module, "default_config", fitting):
+    context = contextlib.nullcontext() if ON_GPU or implementation == "xla" else jflash.interpret()
+    with mock.patch.object(row.load(), "default_config", fitting), context:
         yield
 
 

@@ -269,26 +269,27 @@ def test_empty_blocks_are_never_loaded(name):
     rng = np.random.default_rng(4)
     q, k, v, do = (rng.standard_normal((B, 48, H, 4)).astype(np.float32) for _ in range(4))
     config = xla.Config(8, 8)
+    plan = functools.partial(schedule.make, problem, operands)
     with_ = lambda q, k, v: dataclasses.replace(operands, q=q, k=k, v=v)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def forward(q, k, v, do):
-        return xla.forward(problem, with_(q, k, v), config)
+        return xla.forward(problem, with_(q, k, v), config, plan)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def backward(q, k, v, do):
         lse = jnp.where(lse_of_rows == -jnp.inf, jnp.inf, lse_of_rows)
-        grads = xla.backward(problem, with_(q, k, v), config, lse, delta, do, frozenset())
+        grads = xla.backward(problem, with_(q, k, v), config, plan, lse, delta, do, frozenset())
         return grads["k"], grads["v"]
 
     out, lse_of_rows = map(np.asarray, forward(q, k, v, do))
     delta = jnp.einsum("bTHd,bTHd->bHT", out, do)
     holes = 0
     for run, of in ((forward, "query"), (backward, "key")):
-        plan = schedule.make(problem, operands, 8, 8, of)
+        blocks = plan(8, 8, of)
         clean = list(map(np.asarray, run(q, k, v, do)))
-        for i, entry in itertools.product((0, 2, plan.outer - 1), range(B)):
-            unvisited = set(range(plan.inner)) - {j for j, _ in visited(plan, i, (entry,))}
+        for i, entry in itertools.product((0, 2, blocks.outer - 1), range(B)):
+            unvisited = set(range(blocks.inner)) - {j for j, _ in visited(blocks, i, (entry,))}
             holes += len(unvisited)
             if of == "query":
                 got = run(q, *poisoned((k, v), entry, unvisited), do)
