@@ -30,7 +30,11 @@ class TracedFunction:
 
 
 def _replay(jaxpr: Any, consts: Sequence, args: Sequence) -> list:
-    """The results of the trace. Where it was made nothing varied over devices; here everything may."""
+    """The results of the trace. Where it was made nothing varied over devices; here everything may.
+
+    Bodies of control flow and of custom derivatives (`jax.nn.relu`) stay as they were traced: where
+    `shard_map` checks what varies (`check_vma`, its default), JAX may refuse them.
+    """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
     read = lambda x: x.val if isinstance(x, Literal) else values[x]
     for eqn in jaxpr.eqns:
