@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import QUICK
+from programs import IMPLEMENTATIONS, ON_GPU, QUICK, TILES
 
 from jflash import (
     Causal,
@@ -21,10 +21,10 @@ from jflash import (
     Segments,
     Window,
     attention,
+    backends,
     grouped,
     schedule,
     validate,
-    xla,
 )
 
 B, H = 2, 2
@@ -249,44 +249,46 @@ def test_any_combination_is_sound(tree, lengths, seed):
 
 
 def poisoned(arrays, entry, blocks):
-    """Copies with NaN in these blocks of 8 rows of a batch entry."""
+    """Copies with NaN in these blocks of 16 rows of a batch entry."""
     arrays = [x.copy() for x in arrays]
     for x in arrays:
         for j in blocks:
-            x[entry, 8 * j : 8 * j + 8] = np.nan
+            x[entry, 16 * j : 16 * j + 16] = np.nan
     return arrays
 
 
 @pytest.mark.parametrize("name", ["window", "segments sorted", "combined", "prefix"])
-def test_empty_blocks_are_never_loaded(name):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_empty_blocks_are_never_loaded(implementation, name):
     """NaN in every block that a block of the other side does not visit has no effect on it.
 
     Forward in k and v, backward in q and the cotangent of out.
     """
-    T = t = 48
-    mask, _ = MASKS[name](T, t, np.random.default_rng(3))
-    problem, operands = problem_of(mask, T, t)
+    [row] = [row for row in backends.TABLE if row.name == implementation]
+    module, config = row.load(), TILES[implementation][0]  # of 16 x 16
+    mask, _ = MASKS[name](96, 96, np.random.default_rng(3))
+    problem, operands = problem_of(mask, 96, 96)
+    problem = dataclasses.replace(problem, interpret=not ON_GPU)
     rng = np.random.default_rng(4)
-    q, k, v, do = (rng.standard_normal((B, 48, H, 4)).astype(np.float32) for _ in range(4))
-    config = xla.Config(8, 8)
+    q, k, v, do = (rng.standard_normal((B, 96, H, 4)).astype(np.float32) for _ in range(4))
     plan = functools.partial(schedule.make, problem, operands)
     with_ = lambda q, k, v: dataclasses.replace(operands, q=q, k=k, v=v)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def forward(q, k, v, do):
-        return xla.forward(problem, with_(q, k, v), config, plan)
+        return module.forward(problem, with_(q, k, v), config, plan)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def backward(q, k, v, do):
         lse = jnp.where(lse_of_rows == -jnp.inf, jnp.inf, lse_of_rows)
-        grads = xla.backward(problem, with_(q, k, v), config, plan, lse, delta, do, frozenset())
+        grads = module.backward(problem, with_(q, k, v), config, plan, lse, delta, do, frozenset())
         return grads["k"], grads["v"]
 
     out, lse_of_rows = map(np.asarray, forward(q, k, v, do))
     delta = jnp.einsum("bTHd,bTHd->bHT", out, do)
     holes = 0
     for run, of in ((forward, "query"), (backward, "key")):
-        blocks = plan(8, 8, of)
+        blocks = plan(16, 16, of)
         clean = list(map(np.asarray, run(q, k, v, do)))
         for i, entry in itertools.product((0, 2, blocks.outer - 1), range(B)):
             unvisited = set(range(blocks.inner)) - {j for j, _ in visited(blocks, i, (entry,))}
@@ -298,6 +300,6 @@ def test_empty_blocks_are_never_loaded(name):
                 got = run(bad_q, k, v, bad_do)
             for x, y in zip(clean, map(np.asarray, got)):
                 x, y = (z[entry].T if z.ndim == 3 else z[entry] for z in (x, y))  # lse is [B, H, T]
-                rows = slice(8 * i, 8 * i + 8)
+                rows = slice(16 * i, 16 * i + 16)
                 np.testing.assert_array_equal(y[rows], x[rows])
     assert holes > 0
