@@ -3,6 +3,8 @@
 from .api import attention as attention
 from .api import attention_with_lse as attention_with_lse
 from .api import explain as explain
+from .api import varlen_attention as varlen_attention
+from .api import varlen_attention_with_lse as varlen_attention_with_lse
 from .backends import interpret as interpret
 from .dropout import Dropout as Dropout
 from .masks import Causal as Causal
@@ -12,6 +14,10 @@ from .masks import Mask as Mask
 from .masks import Prefix as Prefix
 from .masks import Segments as Segments
 from .masks import Window as Window
+from .packing import pack as pack
+from .packing import segment_ids as segment_ids
+from .packing import segment_positions as segment_positions
+from .packing import unpack as unpack
 from .rotary import apply_rotary as apply_rotary
 from .rules import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .score_mods import Alibi as Alibi
