@@ -200,13 +200,12 @@ def visits(plan):
 
 
 def in_blocks(matrix, block_q, block_k):
-    """(any, all) over each block of pairs; rows that do not exist count as in neither."""
+    """(any, all) over each block of pairs; no block with a key that does not exist has all."""
     T, t = matrix.shape
-    pad = [(0, -T % block_q), (0, -t % block_k)]
     cut = lambda x: x.reshape(-1, block_q, x.shape[1] // block_k, block_k)
-    real = cut(np.pad(np.ones_like(matrix), pad))
-    matrix = cut(np.pad(matrix, pad))
-    return matrix.any((1, 3)), (matrix | ~real).all((1, 3)) & real.all((1, 3))
+    rows, columns = [(0, -T % block_q), (0, 0)], [(0, 0), (0, -t % block_k)]
+    fill = lambda x, queries: cut(np.pad(np.pad(x, columns), rows, constant_values=queries))
+    return fill(matrix, False).any((1, 3)), fill(matrix, True).all((1, 3))
 
 
 def lengths(total):
