@@ -22,14 +22,15 @@ from .rotary import apply_rotary as apply_rotary
 from .rules import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .score_mods import Alibi as Alibi
 from .score_mods import SoftCap as SoftCap
+from .score_mods import alibi_slopes as alibi_slopes
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    # Flax is loaded by those who use the layer, not by `import jflash`.
-    if name == "nnx":
+    # Flax is loaded by those who use its layers, not by `import jflash`.
+    if name in ("linen", "nnx"):
         import importlib
 
-        return importlib.import_module("jflash.nnx")
+        return importlib.import_module(f"jflash.{name}")
     raise AttributeError(f"module 'jflash' has no attribute {name!r}")

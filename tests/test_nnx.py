@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jflash
-import jflash.nnx as layers
+import jflash.heads as heads
 from jflash import Causal, Segments, Window
 from jflash.nnx import FlashMultiHeadAttention
 from jflash.rotary import Rotary
@@ -352,7 +352,7 @@ def test_mixed_precision(monkeypatch):
         seen.extend([q.dtype, k.dtype, v.dtype])
         return jflash.attention(q, k, v, *args, **kwargs)
 
-    monkeypatch.setattr(layers, "attention", attention)
+    monkeypatch.setattr(heads, "attention", attention)
     settings = dict(use_bias=True, rotary=Rotary(), rngs=nnx.Rngs(0))
     mixed = FlashMultiHeadAttention(32, 4, dtype=jnp.bfloat16, **settings)
     full = FlashMultiHeadAttention(32, 4, **settings)
@@ -378,7 +378,7 @@ def test_param_dtype():
 
 def test_precision_and_implementation_reach_attention(monkeypatch):
     seen = {}
-    monkeypatch.setattr(layers, "attention", lambda q, *_, **kwargs: seen.update(kwargs) or q)
+    monkeypatch.setattr(heads, "attention", lambda q, *_, **kwargs: seen.update(kwargs) or q)
     FlashMultiHeadAttention(16, 2, precision="highest", implementation="reference", rngs=nnx.Rngs(0))(
         normal(1, 3, 16)
     )
