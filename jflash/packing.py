@@ -130,8 +130,8 @@ def segment_ids(cu_seqlens: ArrayLike, rows: int) -> Int[Array, " rows"]:
 
     As `Segments` takes them.
 
-    >>> import jflash
-    >>> jflash.segment_ids([0, 3, 3, 5], 6)
+    >>> import jax.numpy as jnp, jflash
+    >>> jflash.segment_ids(jnp.array([0, 3, 3, 5]), 6)
     Array([ 0,  0,  0,  2,  2, -1], dtype=int32)
     """
     return _places(_checked_offsets("segment_ids(cu_seqlens)", cu_seqlens, rows), rows)[0]
@@ -142,8 +142,8 @@ def segment_positions(cu_seqlens: ArrayLike, rows: int) -> Int[Array, " rows"]:
 
     As rotary and learned position embeddings take them.
 
-    >>> import jflash
-    >>> jflash.segment_positions([0, 3, 3, 5], 6)
+    >>> import jax.numpy as jnp, jflash
+    >>> jflash.segment_positions(jnp.array([0, 3, 3, 5]), 6)
     Array([0, 1, 2, 0, 1, 0], dtype=int32)
     """
     cu = _checked_offsets("segment_positions(cu_seqlens)", cu_seqlens, rows)

@@ -14,6 +14,14 @@ from jflash.nnx import FlashMultiHeadAttention
 from jflash.rotary import Rotary
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Half of the time: what is compared here does not depend on XLA's optimisations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
