@@ -87,11 +87,12 @@ class FlashMultiHeadAttention(nn.Module):
 
         **Raises:**
 
-        ValueError where the cache is full. Inside `jax.jit` that cannot be known: rows beyond its
-        length give NaN.
+        As there: ValueError where there is no cache, or it is full, too. Inside `jax.jit` rows beyond
+        its length give NaN.
         """
         if self.decode:
             heads.check_decoding(x_kv=x_kv, positions=positions, k_positions=k_positions)
+            self._check_cache()
         if x_kv is None:
             x_kv = x_q
             k_positions = positions if k_positions is None else k_positions
@@ -122,8 +123,8 @@ class FlashMultiHeadAttention(nn.Module):
         heads.check_settings(self.dropout_rate, self.qk_norm, self.sharding)
         head_dim = x_q.shape[-1] // self.num_heads if self.head_dim is None else self.head_dim
         feature, head, channel = self._axes()
-        into_heads = lambda name, heads: self._dense(
-            name, (heads, head_dim), (feature, head, channel), (head, channel)
+        into_heads = lambda name, count: self._dense(
+            name, (count, head_dim), (feature, head, channel), (head, channel)
         )
         q = into_heads("query", self.num_heads)(x_q)
         k, v = (into_heads(name, num_kv_heads)(x_kv) for name in ("key", "value"))
@@ -167,6 +168,14 @@ class FlashMultiHeadAttention(nn.Module):
             self.variable("cache", "cached_value", jnp.zeros, k.shape, k.dtype),
             self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32),
         )
+
+    def _check_cache(self):
+        """Raises unless there is a cache, or this call makes it."""
+        if not (self.has_variable("cache", "cached_key") or self.is_initializing()):
+            raise ValueError(
+                "`FlashMultiHeadAttention.__call__`: decode=True needs a cache. Got none; pass the "
+                'collection "cache" that layer.init makes of inputs as long as a sequence may be.'
+            )
 
     def _dropout(self, deterministic, key: jax.Array | None):
         """Returns the `Dropout` of this call, or None where none is due."""

@@ -248,6 +248,8 @@ def test_refusals():
     _, new = run(x)
     with pytest.raises(ValueError, match="the cache is full. Got 3 tokens for a cache of 3 that holds 3"):
         cached.apply(variables | new, x, mutable=["cache"])
+    with pytest.raises(ValueError, match="decode=True needs a cache. Got none; pass the collection"):
+        cached.apply({"params": variables["params"]}, x, mutable=["cache"])
     with pytest.raises(ValueError, match="num_heads=3 and num_kv_heads=2"):  # G02
         FlashMultiHeadAttention(3, num_kv_heads=2).init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"dropout_rate is a probability.* Got 1.5"):
