@@ -7,7 +7,7 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from . import backends, rules, validate
+from . import backends, packing, rules, validate
 from .dropout import Dropout
 from .masks import Mask
 
@@ -114,6 +114,97 @@ def attention_with_lse(
     return _attend("attention_with_lse", locals())
 
 
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    mask: Mask | ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    score_mod: Any = None,
+    sinks: ArrayLike | None = None,
+    dropout: Dropout | None = None,
+    q_positions: ArrayLike | None = None,
+    k_positions: ArrayLike | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "N H d"]:
+    """Attention within each of the sequences that are packed into one row: no padding is computed.
+
+    Queries of sequence i see keys of sequence i, as far as `mask` shows them. Blocks of pairs that
+    no sequence has in common are never loaded, so the cost grows with the visible pairs, and one
+    compiled program serves all lengths of the same N and M. `jflash.pack` makes packed rows.
+
+    **Arguments:**
+
+    - `q`: [N, H, D]. `k`: [M, h, D]. `v`: [M, h, d], otherwise as in `attention`.
+    - `cu_seqlens_q`: Integers [sequences + 1]: 0, then where each sequence ends in q. Sequences may
+      be empty, on either side or both. Rows from `cu_seqlens_q[-1]` on are padding.
+    - `cu_seqlens_k`: The same for k and v. None where queries and keys are the same tokens.
+    - `mask`: As in `attention`, within each sequence: `Causal()` and `Window` compare positions
+      there, `Prefix(n)` shows a sequence's first n keys. An array broadcasts to [H, N, M].
+    - `bias`: Broadcasts to [H, N, M]: pairs of different sequences have a place, too.
+    - `dropout`: As in `attention`; the rows that it counts are those of q and k.
+    - `q_positions`, `k_positions`: Integers [N] and [M]. By default those within the sequence, bottom-right
+      aligned: query i at i + (keys of its sequence) - (queries of its sequence), key j at j. Masks and
+      score modifiers see them, such as `Alibi`.
+    - The others as in `attention`.
+
+    **Returns:**
+
+    `out` [N, H, d]. Padding rows, and rows of a sequence without keys, are 0; what padding holds has
+    no effect, and its gradient is 0.
+
+    **Raises:**
+
+    As `attention`; ValueError where offsets do not start at 0, decrease or end beyond the rows. Their
+    values are not known inside `jax.jit`, where such offsets give an unspecified result.
+
+    >>> import jax.numpy as jnp, jflash
+    >>> q = k = v = jnp.ones((12, 4, 64))
+    >>> jflash.varlen_attention(q, k, v, jnp.array([0, 5, 12]), mask=jflash.Causal()).shape
+    (12, 4, 64)
+    """
+    return _attend_packed("varlen_attention", locals())[0]
+
+
+def varlen_attention_with_lse(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    mask: Mask | ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    score_mod: Any = None,
+    sinks: ArrayLike | None = None,
+    dropout: Dropout | None = None,
+    q_positions: ArrayLike | None = None,
+    k_positions: ArrayLike | None = None,
+    precision: Any = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N H d"], Float[Array, "H N"]]:
+    """As `varlen_attention`, and the logarithm of each row's softmax denominator.
+
+    **Returns:**
+
+    `(out, lse)`: `out` [N, H, d]; `lse` [H, N] as in `attention_with_lse`, -inf in padding rows.
+
+    >>> import jax.numpy as jnp, jflash
+    >>> q = k = v = jnp.zeros((4, 1, 8))
+    >>> jnp.exp(jflash.varlen_attention_with_lse(q, k, v, jnp.array([0, 1, 4]))[1]).round()
+    Array([[1., 3., 3., 3.]], dtype=float32)
+    """
+    return _attend_packed("varlen_attention_with_lse", locals())
+
+
 def explain(
     q: ArrayLike | jax.ShapeDtypeStruct,
     k: ArrayLike | jax.ShapeDtypeStruct,
@@ -152,3 +243,7 @@ def _attend(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]
     implementation = row.load()
     config = implementation.default_config(problem)
     return rules.attend(rules.Call(problem, implementation, config), operands)
+
+
+def _attend_packed(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    return _attend(call, packing.in_one_row(call, **arguments))

@@ -155,6 +155,8 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
             return type(mask)(_mask(where, mask.a), _mask(where, mask.b))
         case masks.Not():
             return masks.Not(_mask(where, mask.a))
+        case masks.InSequence():  # from `packing`, which has checked its fields
+            return masks.InSequence(_mask(where, mask.a), mask.q_start, mask.k_start)
         case masks.Causal():
             return mask
         case masks.Window():

@@ -124,6 +124,27 @@ MUTANTS = [
         "operands, b=batch_index(problem, operands)",
         "test_rules.py::test_explicit_mesh_hands_functions_the_indices_of_the_whole",
     ),
+    (
+        "packed sequences aligned top-left",
+        "jflash/packing.py",
+        "q_positions = jnp.arange(N, dtype=jnp.int32) - q_end + k_end - q_start",
+        "q_positions = jnp.arange(N, dtype=jnp.int32) - cu_q[i]",
+        "packing.py loop",
+    ),
+    (
+        "the scheduler sees positions that start anew",
+        "jflash/masks.py",
+        "moved = lambda x, start: Blocks(x.x + start.x, x.axis)",
+        "moved = lambda x, start: Blocks(x.x + 0 * start.x, x.axis)",
+        "packing.py visit",
+    ),
+    (
+        "of sequences that start at one row the first taken",
+        "jflash/packing.py",
+        'i = jnp.searchsorted(cu, row, side="right").astype(jnp.int32) - 1',
+        'i = jnp.searchsorted(cu, row, side="left").astype(jnp.int32)',
+        "packing.py ids",
+    ),
 ]
 
 
