@@ -2,6 +2,7 @@
 
 from .api import attention as attention
 from .api import attention_with_lse as attention_with_lse
+from .api import dot_product_attention as dot_product_attention
 from .api import explain as explain
 from .backends import interpret as interpret
 from .dropout import Dropout as Dropout

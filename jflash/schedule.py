@@ -127,7 +127,7 @@ def hides(problem: Problem, mask: Mask | None) -> tuple[bool, bool]:
     if not (seen(top, bottom) and seen(left, right)):
         return True, True
     meets = lambda e, lo, hi: (e.lo is None or e.lo <= hi) and (e.hi is None or e.hi >= lo)
-    # Intervals move with the position and contain it, so the ends decide for all between.
+    # Intervals move with the position and are not empty, so the ends decide for all between.
     return (
         not (meets(top, 0, last) and meets(bottom, 0, last)),
         not (meets(left, first, last) and meets(right, first, last)),
@@ -153,7 +153,7 @@ def _bounds(problem: Problem, mask: Mask | None, block_q: int, block_k: int, of:
         last = jnp.minimum((i + 1) * here, size) - 1 + shift
         a, b = _interval(mask, first, of), _interval(mask, last, of)
         row = lambda x, default: default if x is None else x + to_row
-        lo = jnp.clip(row(a.lo, 0) // there, 0, n)
+        lo = jnp.where(row(a.lo, 0) < other, jnp.maximum(row(a.lo, 0) // there, 0), n)
         hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
         full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
         full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
