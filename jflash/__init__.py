@@ -22,9 +22,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    # Flax is loaded by those who use the layer, not by `import jflash`.
-    if name == "nnx":
+    # Loaded by those who use them, not by `import jflash`: the one needs Flax.
+    if name in ("flash_attn", "nnx"):
         import importlib
 
-        return importlib.import_module("jflash.nnx")
+        return importlib.import_module(f"jflash.{name}")
     raise AttributeError(f"module 'jflash' has no attribute {name!r}")
