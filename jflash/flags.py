@@ -49,4 +49,5 @@ def prefix(q_lengths: jax.Array | None, k_lengths: jax.Array | None, T: int, t: 
     if q_lengths is None:
         return None if k_lengths is None else Prefix(k_lengths)
     seen = t if k_lengths is None else k_lengths[..., None]
-    return Prefix(jnp.where(jnp.arange(T) < q_lengths[..., None], seen, 0))  # [*batch, T]
+    row = jax.lax.broadcasted_iota(jnp.int32, (*q_lengths.shape, T), q_lengths.ndim)  # [*batch, T]
+    return Prefix(jnp.where(row < q_lengths[..., None], seen, 0))

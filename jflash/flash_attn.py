@@ -207,14 +207,14 @@ def flash_attn_with_kvcache(
     mask = _mask(call, causal, window_size)
 
     if rotary_cos is not None:
-        q_row = 0 if mask is None else jnp.arange(T)
+        q_row = 0 if mask is None else jnp.arange(T)[None]
         step = _rotated(step, rotary_cos, rotary_sin, used[:, None], q_row, rotary_interleaved)
     if new:
         step = _appended(step, jnp.arange(B) if entry is None else entry, used)
     positions = None
     if used is not None:
         mask = flags.together(mask, Prefix(used + new))
-        positions = used[:, None] + jnp.arange(T) + (new - T)
+        positions = used[:, None] + jnp.arange(new - T, new)[None]
     if leftpad is not None:
         mask = flags.together(mask, ~Prefix(leftpad))
     keys, values = (x if entry is None else x[entry] for x in (step.k_cache, step.v_cache))
@@ -230,13 +230,13 @@ def _rotated(step: Step, cos: Any, sin: Any, used: jax.Array, q_row: Any, interl
     dtype = jnp.promote_types(step.q.dtype, jnp.float32)
     cos, sin = (jnp.asarray(x, dtype)[:, None] for x in (cos, sin))  # [rows, 1, r/2]
     turn = lambda x, rows: rotate(x, cos[rows], sin[rows], interleaved)
-    k_rows = used + jnp.arange(step.k.shape[1])
+    k_rows = used + jnp.arange(step.k.shape[1])[None]
     return step._replace(q=turn(step.q, used + q_row), k=turn(step.k, k_rows))
 
 
 def _appended(step: Step, entry: jax.Array, used: jax.Array) -> Step:
     """The step with k and v in the caches, behind the `used` [B] rows of each `entry` [B]."""
-    at = entry[:, None], used[:, None] + jnp.arange(step.k.shape[1])
+    at = entry[:, None], used[:, None] + jnp.arange(step.k.shape[1])[None]
     write = lambda cache, x: cache.at[at].set(x, mode="drop")
     return step._replace(k_cache=write(step.k_cache, step.k), v_cache=write(step.v_cache, step.v))
 

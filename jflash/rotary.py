@@ -60,7 +60,8 @@ def apply_rotary(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     # Powers in float64 on the host: an error in a frequency is multiplied by the position.
     frequencies = jnp.asarray(float(base) ** (-np.arange(0, r, 2) / max(r, 1)), dtype)
-    angles = positions.astype(dtype)[..., None, None] * frequencies  # [*B T 1 r/2]
+    positions = jnp.expand_dims(positions.astype(dtype), range(x.ndim - 2 - positions.ndim))
+    angles = positions[..., None, None] * jnp.expand_dims(frequencies, range(x.ndim - 1))  # [*B T 1 r/2]
     return rotate(x, jnp.cos(angles), jnp.sin(angles), interleaved)
 
 

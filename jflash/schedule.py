@@ -189,7 +189,7 @@ def classify(problem: Problem, operands: Operands, block_q: int, block_k: int) -
     else:
         pair = lambda x: _any_and_all(x, block_q, block_k, problem)
         some, every = operands.mask.map(query=q, key=k, pair=pair).blocks(at)
-    whole = (jnp.arange(n_k) + 1) * block_k <= problem.t
+    whole = ((jnp.arange(n_k) + 1) * block_k <= problem.t).reshape(*lead, 1, n_k)
     shape = jnp.broadcast_shapes(some.shape, every.shape, (*lead, n_q, n_k))
     return jnp.broadcast_to(some, shape), jnp.broadcast_to(every & whole, shape)
 
@@ -226,7 +226,7 @@ def _ranges(some: jax.Array, every: jax.Array) -> jax.Array:
     full blocks; what [lo, hi) holds beside it is visited as partial.
     """
     n = some.shape[-1]
-    i = jnp.arange(n)
+    i = jax.lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
     first = lambda x: jnp.where(x.any(-1), jnp.argmax(x, -1), n)
     lo = first(some)
     hi = jnp.max(jnp.where(some, i + 1, 0), -1, initial=0)

@@ -355,6 +355,16 @@ def test_sharded_over_batch_and_heads(kind):
         assert sharded[0].sharding.spec == P("x", None, "y", None)
 
 
+def test_rank_promotion_may_be_an_error():
+    """JAX's own tests run under this setting, so `jax.nn` works under it."""
+    n = lengths(5, 9)
+    settings = dict(is_causal=True, local_window_size=3, query_seq_lengths=n, key_value_seq_lengths=n)
+    mask, bias = jnp.asarray(MASK[0, 0]), normal(21)
+    call = lambda f: jax.grad(lambda *x: f(*x, bias, mask, **settings).sum(), (0, 1, 2))
+    with jax.numpy_rank_promotion("raise"):
+        assert jax.eval_shape(call(ours), *qkv()) == jax.eval_shape(call(theirs), *qkv())
+
+
 # What is our own
 
 

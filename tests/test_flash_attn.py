@@ -342,6 +342,17 @@ def test_R06_new_lengths_do_not_compile_anew():
     assert run._cache_size() == 1
 
 
+def test_rank_promotion_may_be_an_error():
+    q, *others = step(T=2, n=2)
+    tables = dict(rotary_cos=jnp.ones((S, 2)), rotary_sin=jnp.ones((S, 2)))
+    n = jnp.array([3, 8])
+    settings = dict(cache_seqlens=n, cache_batch_idx=n - n, cache_leftpad=n // 2, window_size=(3, 0))
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(lambda: flash_attn_with_kvcache(q, *others, **tables, **settings, softcap=1.0))
+        jax.eval_shape(lambda: flash_attn_func(q, q, q, 0.1, causal=True, dropout_key=jax.random.key(0)))
+        jax.eval_shape(lambda: jflash.apply_rotary(q, jnp.arange(2)))
+
+
 # Errors
 
 
