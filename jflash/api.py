@@ -57,7 +57,7 @@ def attention(
     - `dropout`: `Dropout(rate, key)`; None in evaluation.
     - `q_positions`, `k_positions`: Integers [*batch or 1, T] and [*batch or 1, t], for masks and
       score modifiers. By default bottom-right aligned: query row i stands at i + t - T, key row
-      j at j. (`jax.nn.dot_product_attention` is aligned top-left; for T = t there is no difference.)
+      j at j. (Both `dot_product_attention`s, of `jax.nn` and ours, are aligned top-left; the same for T = t.)
     - `precision`: Of the products, as in `jax.numpy.einsum`. By default float32 inputs are
       computed as float32, not TF32, unless `jax.default_matmul_precision` says otherwise.
     - `deterministic`: True gives bitwise equal gradients from run to run on every implementation.

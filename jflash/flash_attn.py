@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
     if leftpad is not None:
         mask = flags.together(mask, ~Prefix(leftpad))
     keys, values = (x if entry is None else x[entry] for x in (step.k_cache, step.v_cache))
-    mods = _score_mods(softcap, alibi_slopes)
+    mods = _score_mods(call, softcap, alibi_slopes)
     out, lse = _call(call, step.q, keys, values, mask, softmax_scale, mods, q_positions=positions)
     results = (out,) + (lse,) * return_softmax_lse
     results += () if k is None else (step.k_cache, step.v_cache)
@@ -264,7 +264,7 @@ def _flash_attn(
         v,
         _mask(call, causal, window_size),
         softmax_scale,
-        _score_mods(softcap, alibi_slopes),
+        _score_mods(call, softcap, alibi_slopes),
         dropout=_dropout(call, dropout_p, dropout_key),
         deterministic=deterministic,
     )
@@ -285,8 +285,11 @@ def _mask(call: str, causal: Any, window_size: Any) -> Mask | None:
     return flags.together(Causal() if causal else None, window)
 
 
-def _score_mods(softcap: Any, alibi_slopes: Any) -> tuple:
-    is_off = softcap is None or (isinstance(softcap, numbers.Real) and softcap == 0)
+def _score_mods(call: str, softcap: Any, alibi_slopes: Any) -> tuple:
+    is_number = isinstance(softcap, numbers.Real)
+    rule = "must be at least 0, which caps nothing"
+    check(not is_number or not softcap < 0, ValueError, f"{call}(softcap=...)", rule, f"{softcap}")
+    is_off = softcap is None or (is_number and softcap == 0)
     cap = () if is_off else (SoftCap(softcap),)
     return cap + (() if alibi_slopes is None else (Alibi(alibi_slopes),))
 

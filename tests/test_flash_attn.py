@@ -376,7 +376,7 @@ ONES = jnp.ones((S, 4))
             ValueError,
             "(window_size=...)` left must be None (open)",
         ),
-        (flash_attn_func, dict(softcap=-1.0), ValueError, "(score_mod=SoftCap)` needs a positive"),
+        (flash_attn_func, dict(softcap=-1.0), ValueError, "(softcap=...)` must be at least 0"),
         (flash_attn_func, dict(alibi_slopes=jnp.ones(h)), ValueError, "(score_mod=Alibi)` must be [H]"),
         (flash_attn_func, dict(dropout_p="0.1"), TypeError, "(dropout_p=...)` must be a Python float"),
         (flash_attn_func, dict(dropout_p=1.5, dropout_key=1), ValueError, "(dropout=...)` needs a rate"),
