@@ -4,9 +4,10 @@ An implementation is a module with the same few names:
 
 - `unsupported(problem) -> str | None`: why it cannot take a problem, or None;
 - `default_config(problem)`, `candidates(problem)`: how it is configured, what tuning may try;
-- `forward(problem, operands, config) -> (out, lse)`;
-- `backward(problem, operands, config, lse, delta, do, wanted) -> gradients by operand`, or None
-  where JAX differentiates `forward` itself.
+- `forward(problem, operands, config, plan) -> (out, lse)`, where `plan(block_q, block_k, of)` is
+  the schedule of the call (`jflash.schedule.make`);
+- `backward(problem, operands, config, plan, lse, delta, do, wanted) -> gradients by operand`, or
+  None where JAX differentiates `forward` itself.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ class Row:
 
 
 TABLE = (
+    Row("triton", "pallas_kernels.triton", True, "Pallas kernels for NVIDIA and AMD GPUs, linear memory"),
     Row("xla", "jflash.xla", True, "loops of XLA operations, linear memory, any platform"),
     Row("reference", "jflash.reference", False, "dense, T·t memory: never chosen by itself"),
 )
@@ -60,25 +62,51 @@ def interpreting() -> bool:
     return _interpreting.value
 
 
-def platform() -> str:
-    """What a call is traced for: "cpu", "cuda", "rocm" or "tpu".
+# Where no device can be asked (compiling for an absent one), its kind tells. The first that occurs counts.
+ARCHITECTURES = {
+    "B200": "sm_100",
+    "B300": "sm_103",
+    "H100": "sm_90",
+    "H200": "sm_90",
+    "H800": "sm_90",
+    "H20": "sm_90",
+    "A100": "sm_80",
+    "A800": "sm_80",
+    "A30": "sm_80",
+    "L40": "sm_89",
+    "L4": "sm_89",
+    "RTX 40": "sm_89",
+    "RTX 50": "sm_120",
+    "A10": "sm_86",
+}
 
-    The device of the abstract mesh, if one is set, else the default device. A computation that is
-    lowered for another platform afterwards still gives the right answer.
+
+def target() -> tuple[str, str]:
+    """What a call is traced for: ("cuda", "sm_90"), ("rocm", "gfx942"), ("cpu", ""), ("tpu", "").
+
+    The device of the abstract mesh, if one is set, else the default device; "" where the
+    architecture is not known. A computation that is lowered for another platform afterwards still
+    gives the right answer.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
-        kind = str(device.device_kind)
-        name = device.platform
+        kind = described = str(device.device_kind)
+        capability = ""
     else:
         default = jax.config.jax_default_device
         if isinstance(default, str):
             default = jax.devices(default)[0]
         device = default or jax.devices()[0]
-        kind, name = device.client.platform_version, device.platform
-    if name in ("gpu", "cuda", "rocm"):
-        return "rocm" if name == "rocm" or kind.startswith("gfx") or "rocm" in kind.lower() else "cuda"
-    return name
+        kind, described = device.device_kind, device.client.platform_version
+        capability = str(getattr(device, "compute_capability", ""))
+    name = device.platform
+    if name not in ("gpu", "cuda", "rocm"):
+        return name, ""
+    if name == "rocm" or "gfx" in kind + capability or "rocm" in described.lower():
+        return "rocm", next((x.split(":")[0] for x in (capability, kind) if x.startswith("gfx")), "")
+    if capability:
+        return "cuda", "sm_" + capability.replace(".", "")
+    return "cuda", next((sm for card, sm in ARCHITECTURES.items() if card in kind), "")
 
 
 def choose(problem: Problem, implementation: str | None) -> tuple[Row, dict[str, str]]:

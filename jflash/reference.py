@@ -31,7 +31,9 @@ def candidates(problem: Problem) -> list[None]:
     return [None]
 
 
-def forward(problem: Problem, operands: Operands, config: None = None) -> tuple[jax.Array, jax.Array]:
+def forward(
+    problem: Problem, operands: Operands, config: None = None, plan: Any = None
+) -> tuple[jax.Array, jax.Array]:
     """(out [*batch, T, H, d], lse [*batch, H, T]): softmax(scores) v, and log of its denominator."""
     views = grouped.by_side(problem)
     at = grouped.pairs(problem, operands)

@@ -14,16 +14,15 @@ Forward mode and second order: see docs/design-notes.md.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.compat import varying_axes
 from pallas_kernels.problem import Operands, Problem
 
 from . import schedule, sharding
@@ -48,14 +47,22 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if 0 in (*problem.batch, problem.T, problem.t, problem.H):  # no pairs: every row is empty
         out = jnp.zeros((*operands.q.shape[:-1], problem.d), problem.dtype)
         return out, jnp.full((*problem.batch, problem.H, problem.T), -jnp.inf, problem.accumulator)
-    local = functools.partial(_attend_locally, call)
-    return sharding.over_explicit_axes(problem, operands, local)
+    over = _attend_locally if sharding.explicit_mesh(operands) is None else _attend_over_mesh
+    return over(call, operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # `shard_map` of a `custom_vjp` does not run eagerly
+def _attend_over_mesh(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    return sharding.over_explicit_axes(call.problem, operands, functools.partial(_attend_locally, call))
 
 
 def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    operands = _vary_alike(operands)
+    # A replicated operand beside sharded ones is cast out here, so that the transpose of the cast sums
+    # its gradient over the devices.
+    operands = sharding.vary_alike(operands)
     if call.implementation.backward is None:
-        return call.implementation.forward(call.problem.of(operands), operands, call.config)
+        problem = call.problem.of(operands)
+        return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
     return _attend(call, operands)
 
 
@@ -100,7 +107,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     problem = call.problem.of(operands)
-    out, lse = call.implementation.forward(problem, operands, call.config)
+    out, lse = call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
     if operands.sinks is not None:
         out = _times(out, _sink_weight(operands, lse))
     return out, lse
@@ -129,8 +136,13 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
         operands = dataclasses.replace(operands, q=jnp.where(_per_row(empty), 0, operands.q))
     lse = jnp.where(empty, jnp.inf, lse)
     return grads | call.implementation.backward(
-        problem, operands, call.config, lse, delta, do, wanted - {"sinks"}
+        problem, operands, call.config, _plan(problem, operands), lse, delta, do, wanted - {"sinks"}
     )
+
+
+def _plan(problem: Problem, operands: Operands) -> Callable:
+    """`plan(block_q, block_k, of)`: the schedule of the call, for blocks of an implementation's choice."""
+    return functools.partial(schedule.make, problem, operands)
 
 
 def _per_row(x: jax.Array) -> jax.Array:
@@ -146,18 +158,3 @@ def _sink_weight(operands: Operands, lse: jax.Array) -> jax.Array:
     """exp(lse) / (exp(lse) + exp(sink)); [*batch, H, T], 0 in rows without keys."""
     sinks = operands.sinks.reshape(*(1,) * (lse.ndim - 2), -1, 1)
     return jax.nn.sigmoid(lse - sinks.astype(lse.dtype))
-
-
-def _vary_alike(operands: Operands) -> Operands:
-    """The operands, all varying over the same manual mesh axes (`shard_map` with `check_vma`).
-
-    A replicated operand beside sharded ones is cast here, outside of the rule, so that the
-    transpose of the cast sums its gradient over the devices.
-    """
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
-
-    def cast(x):
-        missing = tuple(sorted(axes - varying_axes(x), key=str))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands) if axes else operands

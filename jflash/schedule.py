@@ -15,6 +15,7 @@ Soundness is the masks' own: `Mask.blocks` and `Mask.interval` in `masks.py`.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,19 +36,54 @@ class Visits(NamedTuple):
     full: Any
 
 
+class Geometry(NamedTuple):
+    """Which blocks a schedule is about: those of one side (`of`), and what they visit on the other."""
+
+    T: int
+    t: int
+    block_q: int
+    block_k: int
+    of: str  # "query" or "key"
+
+    @property
+    def outer(self) -> int:
+        """Blocks on the side that the schedule is asked for."""
+        return -(-self.T // self.block_q) if self.of == "query" else -(-self.t // self.block_k)
+
+    @property
+    def inner(self) -> int:
+        """Blocks on the other side."""
+        return -(-self.t // self.block_k) if self.of == "query" else -(-self.T // self.block_q)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """What `make` returns: the visits of each block of one side (`of`)."""
+    """What `make` returns: the visits of each block of one side.
+
+    A pytree, so that a kernel can be handed it with references in place of arrays.
+    """
 
     form: str
-    outer: int  # blocks on the side that the schedule is asked for
-    inner: int  # blocks on the other side
+    geometry: Geometry
     has_masked: bool  # False: no visited block needs the mask
-    has_full: bool  # False: every visited block is treated as partial
-    arithmetic: Any  # i -> (lo, full_lo, full_hi, hi), or None
-    ranges: Any  # int32 [*batch or 1, outer, 4], or None
-    order: Any  # int32 [*batch or 1, outer, inner], or None
-    counts: Any  # int32 [*batch or 1, outer, 2]: partial, full; or None
+    hides_keys: bool  # False: every key takes part in some pair
+    mask: Any = None  # for arithmetic
+    ranges: Any = None  # int32 [*batch or 1, outer, 4]
+    order: Any = None  # int32 [*batch or 1, outer, inner]
+    counts: Any = None  # int32 [*batch or 1, outer, 2]: partial, full
+
+    @property
+    def outer(self) -> int:
+        return self.geometry.outer
+
+    @property
+    def inner(self) -> int:
+        return self.geometry.inner
+
+    @property
+    def has_full(self) -> bool:
+        """False: every visited block is treated as partial."""
+        return not self.has_masked or self.inner > 1
 
     @property
     def per_batch(self) -> bool:
@@ -58,17 +94,21 @@ class Schedule:
     def visits(self, i: Any, batch: tuple = ()) -> Visits:
         """What block `i` visits in the batch entry with index `batch`; () where all are alike."""
 
-        def pick(table):
+        def pick(table):  # number by number: in a kernel a table is a reference
             sizes = table.shape[:-2]
-            entry = (0 if n == 1 else b for n, b in zip(sizes, batch or (0,) * len(sizes)))
-            return table[(*entry, i)]
+            entry = tuple(0 if n == 1 else b for n, b in zip(sizes, batch or (0,) * len(sizes)))
+            return lambda n: table[(*entry, i, n)]
 
         if self.form == "lists":
-            order, (partial, full) = pick(self.order), pick(self.counts)
+            order, counts = pick(self.order), pick(self.counts)
+            partial, full = counts(0), counts(1)
             if not self.has_full:
-                return Visits(partial + full, lambda n: order[n], 0, lambda n: n)
-            return Visits(partial, lambda n: order[n], full, lambda n: order[partial + n])
-        lo, full_lo, full_hi, hi = pick(self.ranges) if self.ranges is not None else self.arithmetic(i)
+                return Visits(partial + full, order, 0, lambda n: n)
+            return Visits(partial, order, full, lambda n: order(partial + n))
+        if self.form == "ranges":
+            lo, full_lo, full_hi, hi = map(pick(self.ranges), range(4))
+        else:
+            lo, full_lo, full_hi, hi = _bounds(self.geometry, self.mask, i)
         if not self.has_full:
             return Visits(hi - lo, lambda n: lo + n, 0, lambda n: n)
         before = full_lo - lo
@@ -80,20 +120,22 @@ class Schedule:
         )
 
 
+jax.tree_util.register_dataclass(
+    Schedule, ["mask", "ranges", "order", "counts"], ["form", "geometry", "has_masked", "hides_keys"]
+)
+
+
 def make(problem: Problem, operands: Operands, block_q: int, block_k: int, of: str) -> Schedule:
     """The visits of each block of queries (of="query") or of keys (of="key")."""
     mask = operands.mask
-    n_q, n_k = -(-problem.T // block_q), -(-problem.t // block_k)
-    outer, inner = (n_q, n_k) if of == "query" else (n_k, n_q)
-    has_masked = mask is not None or problem.t % block_k != 0
-
-    def schedule(form: str, arithmetic=None, ranges=None, order=None, counts=None) -> Schedule:
-        has_full = not has_masked or inner > 1
-        return Schedule(form, outer, inner, has_masked, has_full, arithmetic, ranges, order, counts)
-
+    schedule = functools.partial(
+        Schedule,
+        geometry=Geometry(problem.T, problem.t, block_q, block_k, of),
+        has_masked=mask is not None or problem.t % block_k != 0,
+        hides_keys=hides(problem, mask)[1],
+    )
     if is_arithmetic(problem, mask):
-        bounds = _bounds(problem, mask, block_q, block_k, of)
-        return schedule("arithmetic", arithmetic=bounds)
+        return schedule("arithmetic", mask=mask)
     some, every = classify(problem, operands, block_q, block_k)
     if of == "key":
         some, every = some.mT, every.mT
@@ -138,33 +180,30 @@ def _interval(mask: Mask | None, position: Any, of: str) -> Any:
     return Interval(None, None) if mask is None else mask.interval(position, of)
 
 
-def _bounds(problem: Problem, mask: Mask | None, block_q: int, block_k: int, of: str):
-    T, t = problem.T, problem.t
-    n_q, n_k = -(-T // block_q), -(-t // block_k)
-
-    def of_block(i):
+def _bounds(geometry: Geometry, mask: Mask | None, i: Any) -> tuple:
+    """(lo, full_lo, full_hi, hi) of block `i`, by arithmetic: see `_ranges`."""
+    T, t, block_q, block_k, of = geometry
+    if of == "query":
+        here, there, size, other, shift, to_row = block_q, block_k, T, t, t - T, 0
+    else:
+        here, there, size, other, shift, to_row = block_k, block_q, t, T, 0, T - t
+    n = geometry.inner
+    first = i * here + shift
+    last = jnp.minimum((i + 1) * here, size) - 1 + shift
+    a, b = _interval(mask, first, of), _interval(mask, last, of)
+    row = lambda x, default: default if x is None else x + to_row
+    lo = jnp.clip(row(a.lo, 0) // there, 0, n)
+    if a.lo is not None:  # it may lie behind the last row, within the last block
+        lo = jnp.where(row(a.lo, 0) < other, lo, n)
+    hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
+    full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
+    full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
+    if t % block_k:  # the last block of keys holds rows that do not exist
         if of == "query":
-            here, there, size, other, shift, n = block_q, block_k, T, t, t - T, n_k
-            to_row = 0
+            full_hi = jnp.clip(full_hi, full_lo, jnp.maximum(full_lo, t // block_k))
         else:
-            here, there, size, other, shift, n = block_k, block_q, t, T, 0, n_q
-            to_row = T - t
-        first = i * here + shift
-        last = jnp.minimum((i + 1) * here, size) - 1 + shift
-        a, b = _interval(mask, first, of), _interval(mask, last, of)
-        row = lambda x, default: default if x is None else x + to_row
-        lo = jnp.where(row(a.lo, 0) < other, jnp.maximum(row(a.lo, 0) // there, 0), n)
-        hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
-        full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
-        full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
-        if t % block_k:  # the last block of keys holds rows that do not exist
-            if of == "query":
-                full_hi = jnp.clip(full_hi, full_lo, jnp.maximum(full_lo, t // block_k))
-            else:
-                full_hi = jnp.where(i == n_k - 1, full_lo, full_hi)
-        return lo, full_lo, full_hi, hi
-
-    return of_block
+            full_hi = jnp.where(i == geometry.outer - 1, full_lo, full_hi)
+    return lo, full_lo, full_hi, hi
 
 
 def classify(problem: Problem, operands: Operands, block_q: int, block_k: int) -> tuple:

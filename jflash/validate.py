@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.problem import Operands, Problem, batch_index, head_index
 
 from . import validate_fields as fields
-from .backends import TABLE, platform
+from .backends import TABLE, interpreting, target
 from .checks import as_array, check, kind
 from .dropout import Dropout, key_words
 
@@ -57,6 +57,7 @@ def attention(
     *_, t, h, d = v.shape
     scale_static, scale_traced = _scale(call, scale, D)
     rate, words, row_offsets, b_offset, h_offset = _dropout(call, dropout)
+    platform, architecture = target()
     problem = Problem(
         batch=tuple(batch),
         T=T,
@@ -70,15 +71,17 @@ def attention(
         dropout_rate=rate,
         precision=_precision(call, precision, q.dtype),
         deterministic=bool(deterministic),
-        platform=platform(),
+        platform=platform,
+        architecture=architecture,
+        interpret=interpreting(),
         masked=mask is not None,
         default_positions=q_positions is None and k_positions is None,
     )
-    where = fields.Where(call, problem, (q.shape, k.shape, v.shape))
-    operands = Operands(
-        q=q,
-        k=k,
-        v=v,
+    operands = Operands(q=q, k=k, v=v)
+    at = batch_index(problem, operands) + b_offset, head_index(problem, operands) + h_offset
+    where = fields.Where(call, problem, (q.shape, k.shape, v.shape), at)
+    operands = dataclasses.replace(
+        operands,
         scale=scale_traced,
         bias=fields.checked_bias(where, bias),
         mods=fields.checked_mods(where, score_mod),
@@ -88,13 +91,9 @@ def attention(
         k_positions=fields.checked_positions(where, "k_positions", k_positions, "t", t),
         dropout=words,
         row_offsets=row_offsets,
+        b=at[0] if dropout is not None else None,
+        h=at[1] if dropout is not None else None,
     )
-    if dropout is not None:
-        operands = dataclasses.replace(
-            operands,
-            b=batch_index(problem, operands) + b_offset,
-            h=head_index(problem, operands) + h_offset,
-        )
     return problem, operands
 
 

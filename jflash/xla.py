@@ -27,7 +27,7 @@ from pallas_kernels.compat import varying_axes
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.problem import Operands, Problem
 
-from . import grouped, schedule
+from . import grouped
 from .exp2 import LOG2E, exp2_by_polynomial
 from .tiling import At, Tiling, pad, walk
 
@@ -76,9 +76,11 @@ def _up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def forward(problem: Problem, operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
+def forward(
+    problem: Problem, operands: Operands, config: Config, plan: Callable
+) -> tuple[jax.Array, jax.Array]:
     """(out [*batch, T, H, d], lse [*batch, H, T]), without sinks."""
-    x = _lay_out(problem, operands, config, of="query")
+    x = _lay_out(problem, operands, config, plan(config.block_q, config.block_k, "query"))
 
     def block_of_queries(carry, at):
         q = x.cut(x.q, "hgqD", at)
@@ -121,6 +123,7 @@ def backward(
     problem: Problem,
     operands: Operands,
     config: Config,
+    plan: Callable,
     lse: jax.Array,
     delta: jax.Array,
     do: jax.Array,
@@ -132,7 +135,7 @@ def backward(
     - `delta` [*batch, H, T]: rowsum(out * do) - dlse.
     - `do` [*batch, T, H, d]: the cotangent of out.
     """
-    x = _lay_out(problem, operands, config, of="key")
+    x = _lay_out(problem, operands, config, plan(config.block_q, config.block_k, "key"))
     heads = (*problem.batch, problem.h, problem.group, problem.T, 1)
     lse, delta = x.fill(lse.reshape(heads), "hgq1", jnp.inf), x.fill(delta.reshape(heads), "hgq1")
     do = x.fill(grouped.queries(do, problem).astype(x.q.dtype), "hgqd")
@@ -198,7 +201,7 @@ class _Layout:
 
     problem: Problem
     tiling: Tiling
-    schedule: schedule.Schedule
+    schedule: Any
     sizes: dict  # rows of queries ("q") and keys ("k"), filled up to whole blocks
     q: jax.Array  # [*batch, h, group, T, D]
     k: jax.Array  # [*batch, h, t, D]
@@ -339,8 +342,7 @@ def _view_extras(problem: Problem, operands: Operands, fill: Callable) -> dict:
     )
 
 
-def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _Layout:
-    plan = schedule.make(problem, operands, config.block_q, config.block_k, of)
+def _lay_out(problem: Problem, operands: Operands, config: Config, plan: Any) -> _Layout:
     sizes = {"q": _up(problem.T, config.block_q), "k": _up(problem.t, config.block_k)}
     fill = lambda y, axes="hgqk": pad(y, axes, sizes)
     views = grouped.by_side(problem, fill)
@@ -369,14 +371,14 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, of: str) -> _
         sides=dict(
             scale=None if operands.scale is None else "",
             bias=None if operands.bias is None else "hgqk",
-            mods=tuple(mod.map(**cut, scalar=whole, whole=whole) for mod in operands.mods),
+            mods=tuple(mod.map(**cut, scalar=whole) for mod in operands.mods),
         ),
         dropout=dropout,
-        hides_keys=schedule.hides(problem, operands.mask)[1],
+        hides_keys=plan.hides_keys,
     )
 
 
-def _tiling(problem: Problem, config: Config, plan: schedule.Schedule) -> Tiling:
+def _tiling(problem: Problem, config: Config, plan: Any) -> Tiling:
     """As many heads a tile as its budget of scores allows, then whole batches, else entry by entry."""
     a_head = problem.group * config.block_q * config.block_k
     fits = [n for n in range(1, problem.h + 1) if problem.h % n == 0 and n * a_head <= config.scores]

@@ -28,6 +28,8 @@ class Problem:
     precision: Any
     deterministic: bool
     platform: str  # "cpu", "cuda", "rocm" or "tpu": what the call is traced for
+    architecture: str  # of the GPU: "sm_90", "gfx942"; "" if not known or none
+    interpret: bool  # whether kernels run in Pallas's interpret mode
     masked: bool  # whether there is a mask
     default_positions: bool  # query row i stands at i + t - T, key row j at j
 

@@ -1,0 +1,221 @@
+"""What every kernel does with a tile of pairs: the rows that it loads, scores, visibility, dropout.
+
+A kernel gets the `Operands` of the call with references in place of arrays. `Place` says which
+rows a tile covers, `viewed` loads what depends on one side of it, and `Tile` holds the values, which
+broadcast to the tile's shape. A kernel brings its own `load(ref, index)`; all else is shared.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import pairs as pair_functions
+from .extras import fields
+from .pairs import Pairs
+from .problem import Operands, Problem
+
+LOG2E = math.log2(math.e)
+
+
+class Span(NamedTuple):
+    """Rows (or columns): `size` of them from `start`, of which those from `limit` on do not exist."""
+
+    start: Any
+    size: int
+    limit: int | None  # None: all exist
+
+    @property
+    def rows(self) -> jax.Array:
+        """int32 [size]: their indices."""
+        return self.start + lax.iota(jnp.int32, self.size)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some may not exist; every start is a multiple of the size."""
+        return self.limit is not None and self.limit % self.size != 0
+
+
+class Place(NamedTuple):
+    """Which pairs: a batch entry, a query head, and rows of q, of k, or both."""
+
+    entry: tuple  # an index along each batch axis
+    h: Any
+    q: Span | None = None
+    k: Span | None = None
+    q_axis: int = 0  # along which axis of the tile queries lie; 1: the tile is transposed
+
+    def upright(self, x: jax.Array, axes: str) -> jax.Array:
+        """`x`, whose axes are called `axes` (some of "qk"), as it broadcasts to the tile."""
+        if len(axes) == 2:
+            return x if self.q_axis == 0 else x.T
+        if not axes:
+            return x
+        along = self.q_axis if axes == "q" else 1 - self.q_axis
+        return x[:, None] if along == 0 else x[None, :]
+
+
+def value(ref: Any, axes: str, place: Place, load: Callable) -> jax.Array:
+    """What `ref` [*batch or 1, ...] holds at `place`; its last axes are called `axes` ("hqk")."""
+    lead = len(ref.shape) - len(axes)
+    entry = place.entry[len(place.entry) - lead :]
+    index: list[Any] = [0 if n == 1 else i for n, i in zip(ref.shape, entry)]
+    cut = ""
+    for name, n in zip(axes, ref.shape[lead:]):
+        index.append(0 if n == 1 else getattr(place, name))
+        cut += name if n != 1 and name in "qk" else ""
+    return place.upright(load(ref, tuple(index)), cut)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tile:
+    """The operands at one tile of pairs: values that broadcast to its shape."""
+
+    problem: Problem
+    operands: Operands
+    pairs: Pairs
+
+    @property
+    def plain(self) -> bool:
+        return is_plain(self.problem, self.operands)
+
+    def scores(self, raw: jax.Array, extras: dict | None = None) -> jax.Array:
+        """Scores from q·k, before the mask; of a plain call, not scaled yet (see `unit`)."""
+        if self.plain:
+            return raw
+        extras = fields(self.operands) if extras is None else extras
+        scale: Any = self.problem.scale if extras["scale"] is None else extras["scale"]
+        s = raw * scale
+        if extras["bias"] is not None:
+            s = s + extras["bias"].astype(s.dtype)
+        for mod in extras["mods"]:
+            s = mod(s, self.pairs)
+        return s
+
+    def visible(self, shape: tuple) -> jax.Array:
+        """Where a pair takes part; boolean of the tile's shape."""
+        exists = self.pairs.k_row < self.problem.t
+        if self.operands.mask is not None:
+            exists = exists & self.operands.mask(self.pairs)
+        return jnp.broadcast_to(exists, shape)
+
+    def kept(self, p: jax.Array) -> jax.Array:
+        """`p` where dropout keeps the pair, else 0; the division by 1 - rate is the caller's."""
+        rate, o = self.problem.dropout_rate, self.operands
+        if rate in (0, 1):
+            return jnp.zeros_like(p) if rate else p
+        bits = pair_functions.keep(rate, o.dropout, self.pairs, *(o.row_offsets or (0, 0)))
+        return jnp.where(bits, p, 0)
+
+
+def keep_scale(problem: Problem) -> float:
+    """What dropout multiplies a kept probability by."""
+    return 1.0 if problem.dropout_rate in (0, 1) else 1 / (1 - problem.dropout_rate)
+
+
+def is_plain(problem: Problem, operands: Operands) -> bool:
+    """Whether scores are q·k times a positive static factor, which can wait for the exponential."""
+    extras = operands.bias is not None or operands.mods
+    return not extras and problem.scale is not None and problem.scale > 0
+
+
+def factor(problem: Problem, operands: Operands) -> float:
+    """What turns `Tile.scores` into scores."""
+    return problem.scale if is_plain(problem, operands) else 1.0  # pyright: ignore[reportReturnType]
+
+
+def exponent(problem: Problem, operands: Operands, s: jax.Array, base: jax.Array) -> jax.Array:
+    """What 2 is raised to: (s - base) in nats, where s and base are as `Tile.scores` gives them.
+
+    For q·k of 16 bits as s·c - base·c, one operation a score, whose error of |base| units in the last
+    place is that of q·k itself. A bias may be -1e30, and float32 has no digits to lose: there the
+    difference comes first.
+    """
+    c = LOG2E * factor(problem, operands)
+    if is_plain(problem, operands) and problem.dtype.itemsize == 2:
+        return s * c - base * c
+    return (s - base) * c
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """What a kernel loads once: what depends on its own rows, before it visits the other side's.
+
+    Made by `rows`. `operands` holds values where they are known and references elsewhere.
+    """
+
+    problem: Problem
+    refs: Operands
+    operands: Operands
+    pairs: Pairs  # with None for what the other side decides
+    place: Place
+    side: str  # "q" or "k": whose rows these are
+    load: Callable
+
+    def tile(self, other: Span) -> Tile:
+        """The tile of these rows and `other` ones."""
+        name = "k" if self.side == "q" else "q"
+        place = self.place._replace(**{name: other})
+        row, position = _coordinates(self.problem, self.operands, place, name, self.load)
+        pairs = self.pairs._replace(**{name: position, f"{name}_row": row})
+        late = not _bias_is_alone(self.refs, self.side)
+        operands = _load_side(self.operands, place, name, False, late, self.load)
+        return Tile(self.problem, operands, pairs)
+
+
+def rows(problem: Problem, refs: Operands, place: Place, side: str, load: Callable) -> Rows:
+    """The operands at `place`, which covers rows of one `side`."""
+    row, position = _coordinates(problem, refs, place, side, load)
+    n = jnp.int32(0)
+    for size, i in zip(problem.batch, place.entry):  # row-major
+        n = n * size + i
+    pairs = Pairs(
+        b=n if refs.b is None else value(refs.b, "", place, load),
+        h=place.h if refs.h is None else load(refs.h, (place.h,)),
+        q=None,
+        k=None,
+        q_row=None,
+        k_row=None,
+    )._replace(**{side: position, f"{side}_row": row})
+    scalar = lambda ref: None if ref is None else load(ref, (0,))
+    operands = dataclasses.replace(
+        _load_side(refs, place, side, True, _bias_is_alone(refs, side), load),
+        scale=None if refs.scale is None else load(refs.scale, (0,)).astype(jnp.float32),
+        dropout=None if refs.dropout is None else (load(refs.dropout, (0,)), load(refs.dropout, (1,))),
+        row_offsets=refs.row_offsets and tuple(map(scalar, refs.row_offsets)),
+    )
+    return Rows(problem, refs, operands, pairs, place, side, load)
+
+
+def _bias_is_alone(refs: Operands, side: str) -> bool:
+    """Whether the bias does not depend on the side other than `side`."""
+    return refs.bias is not None and refs.bias.shape[-1 if side == "q" else -2] == 1
+
+
+def _load_side(
+    operands: Operands, place: Place, side: str, first: bool, with_bias: bool, load: Callable
+) -> Operands:
+    """The operands with what belongs to `side` loaded; if it comes `first`, what belongs to neither, else
+    what belongs to both."""
+    at = lambda axes: lambda ref: value(ref, axes, place, load)
+    sides = dict(q=dict(query=at("q")), k=dict(key=at("k")))[side]
+    sides |= dict(head=at("h"), scalar=lambda ref: load(ref, (0,))) if first else dict(pair=at("hqk"))
+    view = lambda fields: fields.map(**sides)
+    bias = operands.bias
+    if with_bias and bias is not None:
+        bias = at("hqk")(bias)
+    mask = None if operands.mask is None else view(operands.mask)
+    return dataclasses.replace(operands, bias=bias, mods=tuple(map(view, operands.mods)), mask=mask)
+
+
+def _coordinates(problem: Problem, operands: Operands, place: Place, side: str, load: Callable) -> tuple:
+    """(rows, positions) of one side, as they broadcast to the tile."""
+    row = place.upright(getattr(place, side).rows, side)
+    positions = operands.q_positions if side == "q" else operands.k_positions
+    if positions is not None:
+        return row, value(positions, side, place, load)
+    return row, row + (problem.t - problem.T if side == "q" else 0)
