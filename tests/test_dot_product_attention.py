@@ -133,7 +133,7 @@ def test_bfloat16(name):
         wide = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), samples)
         truth = stacked(program(ours, wanted, implementation="reference", **settings), wide)
     assert all(x.dtype == jnp.bfloat16 for x in got.values())
-    assert_as_accurate(got, same, truth, jnp.bfloat16)
+    assert_as_accurate(got, [same], truth, jnp.bfloat16)
 
 
 def test_float16():
