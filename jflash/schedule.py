@@ -194,7 +194,7 @@ def _bounds(geometry: Geometry, mask: Mask | None, i: Any) -> tuple:
     row = lambda x, default: default if x is None else x + to_row
     lo = jnp.clip(row(a.lo, 0) // there, 0, n)
     if a.lo is not None:  # it may lie behind the last row, within the last block
-        lo = jnp.where(row(a.lo, 0) < other, lo, n)
+        lo = jnp.where(a.lo + to_row < other, lo, n)
     hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
     full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
     full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
