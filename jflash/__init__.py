@@ -2,6 +2,7 @@
 
 from .api import attention as attention
 from .api import attention_with_lse as attention_with_lse
+from .api import dot_product_attention as dot_product_attention
 from .api import explain as explain
 from .api import varlen_attention as varlen_attention
 from .api import varlen_attention_with_lse as varlen_attention_with_lse
@@ -28,8 +29,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    # Flax is loaded by those who use its layers, not by `import jflash`.
-    if name in ("linen", "nnx"):
+    # Loaded by those who use them, not by `import jflash`: two of them need Flax.
+    if name in ("flash_attn", "linen", "nnx"):
         import importlib
 
         return importlib.import_module(f"jflash.{name}")

@@ -331,6 +331,32 @@ class Not(Mask):
         return every ^ True, some ^ True
 
 
+class Moved(Mask):
+    """`a` as seen by queries that stand `by` positions lower. Made by `dot_product_attention`, not by users.
+
+    `by` is static, so that bounds which are arithmetic remain so.
+    """
+
+    a: Mask = part()
+    by: int = static()
+
+    def __call__(self, at):
+        return self.a(at._replace(q=at.q - self.by))
+
+    def blocks(self, at):
+        return self.a.blocks(at._replace(q=at.q.map(lambda x: x - self.by)))
+
+    def interval(self, position, of):
+        if of == "query":
+            return self.a.interval(position - self.by, of)
+        seen = self.a.interval(position, of)
+        return seen and Interval(*(None if x is None else x + self.by for x in seen))
+
+    @property
+    def contiguous(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.a.contiguous
+
+
 def as_mask(x: Any) -> Mask:
     """`x` if it is a mask, `Dense(x)` if it is a boolean array; TypeError for anything else."""
     if isinstance(x, Mask):

@@ -97,6 +97,13 @@ MUTANTS = [
         CALL.format("cross, dense B1Tt, bias BHTt-float32"),
     ),
     (
+        "the drop-in aligned bottom-right",
+        "jflash/api.py",
+        "mask = mask and Moved(mask, t - T)",
+        "mask = mask and Moved(mask, 0)",
+        "dot_product_attention.py top_left",
+    ),
+    (
         "a sink counted in lse",
         "jflash/rules.py",
         "out = _times(out, _sink_weight(operands, lse))",

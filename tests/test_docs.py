@@ -63,7 +63,7 @@ class Examples(doctest.DocTestRunner):
 
 
 def test_public_functions_have_an_example():
-    functions = [jflash.attention, jflash.attention_with_lse, jflash.explain]
+    functions = [jflash.attention, jflash.attention_with_lse, jflash.dot_product_attention, jflash.explain]
     functions += [jflash.varlen_attention, jflash.varlen_attention_with_lse, jflash.alibi_slopes]
     functions += [jflash.pack, jflash.unpack, jflash.segment_ids, jflash.segment_positions]
     missing = [f.__name__ for f in functions if ">>>" not in f.__doc__]

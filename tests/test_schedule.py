@@ -26,6 +26,7 @@ from jflash import (
     schedule,
     validate,
 )
+from jflash.masks import Moved
 
 B, H = 2, 2
 DEFAULTS = {
@@ -80,6 +81,16 @@ def _prefix(i, j, rng):
     return Prefix(jnp.asarray(n)), (j < n[:, None])[:, None, None, :]
 
 
+def _moved(mask, matrix):
+    """Top-left aligned: the first query and the first key stand at the same position."""
+
+    def fn(i, j, rng):
+        by = j.size - i.size
+        return Moved(mask, by), matrix(i - by, j)
+
+    return fn
+
+
 def _combined(i, j, rng):
     segments, same = _segments("sorted")(i, j, rng)
     mask = (Causal() & segments & ~Window(2, 0)) | Prefix(3)
@@ -95,6 +106,8 @@ MASKS = {
     "window traced": _matrix(lambda i, j, _: (Window(jnp.int32(6), 0), (i - j <= 6) & (j <= i))),
     "window of all": _matrix(lambda i, j, _: (Window(2**31 - 1, 2**31 - 1), j == j)),
     "causal & window": _matrix(lambda i, j, _: (Causal() & Window(7, 9), (j <= i) & (i - j <= 7))),
+    "moved causal": _matrix(_moved(Causal(), lambda i, j: j <= i)),
+    "moved window": _matrix(_moved(Window(5, 3) & Window(None, 2), lambda i, j: (i - j <= 5) & (j - i <= 2))),
     "segments sorted": _matrix(_segments("sorted")),
     "segments": _matrix(_segments("any order")),
     "prefix": _matrix(_prefix),
@@ -159,7 +172,9 @@ def test_masks_and_schedules(name, lengths):
         assert_sound(plan, matrix, block_q, block_k, of)
 
 
-@pytest.mark.parametrize("name, form", [("causal", "arithmetic"), ("window traced", "arithmetic")])
+@pytest.mark.parametrize(
+    "name, form", [("causal", "arithmetic"), ("window traced", "arithmetic"), ("moved window", "arithmetic")]
+)
 def test_forms_of_masks_over_default_positions(name, form):
     mask, _ = MASKS[name](37, 37, np.random.default_rng(0))
     assert schedule.make(*problem_of(mask, 37, 37), 8, 8, "query").form == form
@@ -191,7 +206,10 @@ def test_positions_that_are_given_have_ranges():
         assert_sound(plan, matrix, 8, 4, of)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "window left", "window right", "causal & window"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "window", "window left", "window right", "causal & window", "moved causal", "moved window"],
+)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_arithmetic_is_exact(name, lengths):
     """No block without a visible pair is visited, and every full block is known to be one."""
