@@ -42,9 +42,6 @@ HOPPER = {
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.platform not in ("cuda", "rocm") and not problem.interpret:
-        where = "it runs on NVIDIA and AMD GPUs, or slowly within jflash.interpret()"
-        return f"{where}, and this is for {problem.platform}"
     if problem.dtype == jnp.float64:
         return "it computes in float32, and the inputs are float64"
     if max(problem.D, problem.d) > 256:
