@@ -28,8 +28,12 @@ class Map:
         raise NotImplementedError
 
     def like(self, *operands) -> list:
-        """Some arrays of the types that the results have, at no cost."""
+        """Those operands whose types the results have."""
         raise NotImplementedError
+
+    def types(self, *operands) -> list:
+        """The types of the results, nothing of them computed."""
+        return [jax.typeof(x) for x in self.like(*operands)]
 
     def transpose(self, residuals: list, cotangents: list) -> list:
         """A cotangent for each linear operand, from those of the results; None where one is zero."""
@@ -46,8 +50,7 @@ linear_p.multiple_results = True
 
 def linear(map: Map, *operands: Any) -> list:
     """The results of a map, computed once they are asked for."""
-    types = tuple(jax.make_jaxpr(map.like)(*operands).out_avals)
-    return linear_p.bind(*operands, map=map, types=types)
+    return linear_p.bind(*operands, map=map, types=tuple(map.types(*operands)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -101,6 +104,9 @@ class _Batched(Map):
 
     def like(self, *operands):
         return self._vmap(self.map.like, self.axes)(*operands)
+
+    def types(self, *operands):
+        return jax.make_jaxpr(self.like)(*operands).out_avals
 
     def transpose(self, residuals, cotangents):
         of_residuals, of_arguments = self._split()
