@@ -24,7 +24,7 @@ def scalar(**kw) -> Any:
 
 
 def per_head(**kw) -> Any:
-    """[H], or [*batch or 1, H]."""
+    """[*batch or 1, H or 1]."""
     return dataclasses.field(metadata={"side": "head"}, **kw)
 
 
@@ -43,11 +43,6 @@ def per_pair(**kw) -> Any:
     return dataclasses.field(metadata={"side": "pair"}, **kw)
 
 
-def whole(**kw) -> Any:
-    """Arrays that every tile sees entire: constants of a user's function."""
-    return dataclasses.field(metadata={"side": "whole"}, **kw)
-
-
 def part(**kw) -> Any:
     """Another such object."""
     return dataclasses.field(metadata={"side": "part"}, **kw)
@@ -55,7 +50,7 @@ def part(**kw) -> Any:
 
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(static, scalar, per_head, per_query, per_key, per_pair, whole, part),
+    field_specifiers=(static, scalar, per_head, per_query, per_key, per_pair, part),
 )
 class Fields:
     """Base of masks and score modifiers: every subclass is a frozen dataclass and a pytree."""

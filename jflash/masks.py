@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.pairs import Pairs
 
-from .fields import Fields, elementwise, part, per_key, per_pair, per_query, scalar, static, whole
+from .fields import Fields, elementwise, part, per_head, per_key, per_pair, per_query, scalar, static
 
 
 class Blocks(NamedTuple):
@@ -230,15 +230,14 @@ class Function(Mask):
 
 
 class Traced(Mask):
-    """A `Function` after tracing: its constants are operands. Made by `validate`, not by users."""
+    """A `Function` after tracing: see `tracing`. Made by `validate`, not by users."""
 
     call: Any = static()
-    consts: tuple = whole()
+    values: tuple = per_head()
     contiguous = False
 
     def __call__(self, at):
-        fn = lambda b, h, q, k: self.call(self.consts, b, h, q, k)
-        return elementwise(fn, at.b, at.h, at.q, at.k)
+        return elementwise(self.call, *self.values, at.q, at.k)
 
 
 class And(Mask):

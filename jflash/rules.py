@@ -20,11 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.compat import varying_axes
 from pallas_kernels.problem import Operands, Problem
 
 from . import schedule, sharding
@@ -49,12 +47,19 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if 0 in (*problem.batch, problem.T, problem.t, problem.H):  # no pairs: every row is empty
         out = jnp.zeros((*operands.q.shape[:-1], problem.d), problem.dtype)
         return out, jnp.full((*problem.batch, problem.H, problem.T), -jnp.inf, problem.accumulator)
-    local = functools.partial(_attend_locally, call)
-    return sharding.over_explicit_axes(problem, operands, local)
+    over = _attend_locally if sharding.explicit_mesh(operands) is None else _attend_over_mesh
+    return over(call, operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # `shard_map` of a `custom_vjp` does not run eagerly
+def _attend_over_mesh(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    return sharding.over_explicit_axes(call.problem, operands, functools.partial(_attend_locally, call))
 
 
 def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    operands = _vary_alike(operands)
+    # A replicated operand beside sharded ones is cast out here, so that the transpose of the cast sums
+    # its gradient over the devices.
+    operands = sharding.vary_alike(operands)
     if call.implementation.backward is None:
         problem = call.problem.of(operands)
         return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
@@ -152,18 +157,3 @@ def _times(x: jax.Array, weight: jax.Array) -> jax.Array:
 def _sink_weight(operands: Operands, lse: jax.Array) -> jax.Array:
     """exp(lse) / (exp(lse) + exp(sink)); [*batch, H, T], 0 in rows without keys."""
     return jax.nn.sigmoid(lse - operands.sinks.astype(lse.dtype)[:, None])
-
-
-def _vary_alike(operands: Operands) -> Operands:
-    """The operands, all varying over the same manual mesh axes (`shard_map` with `check_vma`).
-
-    A replicated operand beside sharded ones is cast here, outside of the rule, so that the
-    transpose of the cast sums its gradient over the devices.
-    """
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
-
-    def cast(x):
-        missing = tuple(sorted(axes - varying_axes(x), key=str))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands) if axes else operands

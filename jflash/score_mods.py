@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.pairs import Pairs
 
-from .fields import Fields, elementwise, per_head, scalar, static, whole
+from .fields import Fields, elementwise, per_head, scalar, static
 
 
 class ScoreMod(Fields):
@@ -54,11 +54,10 @@ class Alibi(ScoreMod):
 
 
 class TracedMod(ScoreMod):
-    """A user's function after tracing: its constants are operands. Made by `validate`."""
+    """A user's function after tracing: see `tracing`. Made by `validate`."""
 
     call: Any = static()
-    consts: tuple = whole()
+    values: tuple = per_head()
 
     def __call__(self, s, at):
-        fn = lambda s, b, h, q, k: self.call(self.consts, s, b, h, q, k)
-        return elementwise(fn, s, at.b, at.h, at.q, at.k).astype(s.dtype)
+        return elementwise(self.call, *self.values, s, at.q, at.k).astype(s.dtype)

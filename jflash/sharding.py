@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.compat import varying_axes
 from pallas_kernels.problem import Operands, Problem, batch_index, head_index
 
 
 def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -> tuple:
-    """`attend(operands)`, (out, lse), on each device's part where the operands' types are sharded."""
-    mesh = _explicit_mesh(operands)
-    if mesh is None:
-        return attend(operands)
+    """`attend(operands)`, (out, lse), on each device's part of operands whose types are sharded."""
+    mesh = explicit_mesh(operands)
     operands = dataclasses.replace(
         operands, b=batch_index(problem, operands), h=head_index(problem, operands)
     )
@@ -45,7 +45,8 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _explicit_mesh(operands: Operands) -> Any:
+def explicit_mesh(operands: Operands) -> Any:
+    """The mesh over which the types of some operands are sharded, or None."""
     for x in jax.tree.leaves(operands):
         sharding = jax.typeof(x).sharding
         if any(axis is not None for axis in sharding.spec):
@@ -89,7 +90,6 @@ def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
         key=lambda x: spec(x, *batch, None),
         pair=lambda x: spec(x, *batch, heads, None, None),
         scalar=whole,
-        whole=whole,
     )
     per_token = lambda x: spec(x, *batch, None, heads, None)
     fields: dict[str, Callable] = dict(
@@ -109,3 +109,14 @@ def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
     known: dict[str, Any] = {name: f(get(name)) for name, f in fields.items() if get(name) is not None}
     rest: dict[str, Any] = {f.name: jax.tree.map(whole, get(f.name)) for f in dataclasses.fields(operands)}
     return Operands(**rest | known)
+
+
+def vary_alike(arrays: Any) -> Any:
+    """A pytree of arrays, all cast to vary over the same manual mesh axes (`shard_map` with `check_vma`)."""
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(arrays)))
+
+    def cast(x):
+        missing = tuple(sorted(axes - varying_axes(x), key=str))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays) if axes else arrays

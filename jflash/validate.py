@@ -82,11 +82,11 @@ def attention(
         masked=mask is not None,
         default_positions=q_positions is None and k_positions is None,
     )
-    where = fields.Where(call, problem, (q.shape, k.shape, v.shape))
-    operands = Operands(
-        q=q,
-        k=k,
-        v=v,
+    operands = Operands(q=q, k=k, v=v)
+    at = batch_index(problem, operands) + b_offset, head_index(problem, operands) + h_offset
+    where = fields.Where(call, problem, (q.shape, k.shape, v.shape), at)
+    operands = dataclasses.replace(
+        operands,
         scale=scale_traced,
         bias=fields.checked_bias(where, bias),
         mods=fields.checked_mods(where, score_mod),
@@ -96,13 +96,9 @@ def attention(
         k_positions=fields.checked_positions(where, "k_positions", k_positions, "t", t),
         dropout=words,
         row_offsets=row_offsets,
+        b=at[0] if dropout is not None else None,
+        h=at[1] if dropout is not None else None,
     )
-    if dropout is not None:
-        operands = dataclasses.replace(
-            operands,
-            b=batch_index(problem, operands) + b_offset,
-            h=head_index(problem, operands) + h_offset,
-        )
     return problem, operands
 
 

@@ -25,6 +25,7 @@ class Where:
     call: str
     problem: Problem
     shapes: tuple
+    at: tuple  # the index of each batch entry [*batch], of each query head [H]
 
     def full(self) -> tuple:
         p = self.problem
@@ -189,9 +190,11 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
             )
             return masks.Dense(_pairwise(where, argument, array))
         case masks.Function():
-            at = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-            call, consts = trace(p.H, f"{argument[:-6]}(fn))", mask.fn, at, "fn(b, h, q_pos, k_pos)", bool)
-            return masks.Traced(call, consts)
+            arguments = dict.fromkeys("bhqk", jax.ShapeDtypeStruct((), jnp.int32))
+            signature = "fn(b, h, q_pos, k_pos)"
+            return masks.Traced(
+                *trace(f"{argument[:-6]}(fn))", mask.fn, arguments, signature, bool, where.at)
+            )
     raise TypeError(
         f"`{where.call}(mask=...)` knows the masks of jflash and their combinations. Got a "
         f"{type(mask).__name__}. A predicate of your own goes into `jflash.Function(fn)`."
@@ -296,7 +299,7 @@ def _mod(where: Where, mod: Any) -> score_mods.ScoreMod:
         "must be SoftCap(...), Alibi(...), a function mod(s, b, h, q_pos, k_pos) or a tuple of these",
         kind(mod),
     )
-    at = [jax.ShapeDtypeStruct((), where.problem.accumulator)]
-    at += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    call, consts = trace(where.problem.H, argument, mod, at, "mod(s, b, h, q_pos, k_pos)", float)
-    return score_mods.TracedMod(call, consts)
+    arguments = dict(s=jax.ShapeDtypeStruct((), where.problem.accumulator))
+    arguments |= dict.fromkeys("bhqk", jax.ShapeDtypeStruct((), jnp.int32))
+    signature = "mod(s, b, h, q_pos, k_pos)"
+    return score_mods.TracedMod(*trace(argument, mod, arguments, signature, float, where.at))

@@ -371,7 +371,7 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, plan: Any) ->
         sides=dict(
             scale=None if operands.scale is None else "",
             bias=None if operands.bias is None else "hgqk",
-            mods=tuple(mod.map(**cut, scalar=whole, whole=whole) for mod in operands.mods),
+            mods=tuple(mod.map(**cut, scalar=whole) for mod in operands.mods),
         ),
         dropout=dropout,
         hides_keys=plan.hides_keys,

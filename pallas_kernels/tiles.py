@@ -128,9 +128,17 @@ def factor(problem: Problem, operands: Operands) -> float:
     return problem.scale if is_plain(problem, operands) else 1.0  # pyright: ignore[reportReturnType]
 
 
-def unit(problem: Problem, operands: Operands) -> float:
-    """What turns `Tile.scores` into exponents of 2."""
-    return LOG2E * factor(problem, operands)
+def exponent(problem: Problem, operands: Operands, s: jax.Array, base: jax.Array) -> jax.Array:
+    """What 2 is raised to: (s - base) in nats, where s and base are as `Tile.scores` gives them.
+
+    For q·k of 16 bits as s·c - base·c, one operation a score, whose error of |base| units in the last
+    place is that of q·k itself. A bias may be -1e30, and float32 has no digits to lose: there the
+    difference comes first.
+    """
+    c = LOG2E * factor(problem, operands)
+    if is_plain(problem, operands) and problem.dtype.itemsize == 2:
+        return s * c - base * c
+    return (s - base) * c
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ settings.load_profile("jflash")
 def pytest_configure(config):
     selected = config.option.markexpr
     if "gpu" in selected and "not gpu" not in selected:
+        os.environ["JFLASH_TESTS_ON_GPU"] = "1"
         return
     # JAX reads both when it is imported or first used; the tests' own subprocesses inherit them.
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -3,24 +3,33 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
+import os
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from accuracy import assert_as_accurate, plain_attention
 from cases import MASKS, MODS, SHAPES, Inputs, coordinates
 
 import jflash
-from jflash import Dropout, xla
+from jflash import Dropout, backends, xla
+from pallas_kernels import triton
 
 # What each implementation is tested with: small tiles, so that short sequences have several and the
 # loops over heads and batch entries run.
-TILES = {"xla": (xla.Config(16, 16), xla.Config(16, 32, scores=1))}
-IMPLEMENTATIONS = tuple(TILES)
+SQUARE, WIDE = triton.Block(16, 16, 4, 1), triton.Block(16, 32, 4, 1)
+TILES = {
+    "xla": (xla.Config(16, 16), xla.Config(16, 32, scores=1)),
+    "triton": (triton.Config(SQUARE, SQUARE, SQUARE), triton.Config(WIDE, WIDE, WIDE)),
+}
+# With `-m gpu` all run as they are, else the kernels in interpret mode.
+ON_GPU = "JFLASH_TESTS_ON_GPU" in os.environ
+IMPLEMENTATIONS = tuple(pytest.param(name, marks=pytest.mark.gpu) if ON_GPU else name for name in TILES)
+ORDERS = 4  # in which plain JAX computes the same
 # LLVM's optimisations take more than half of the time of a test and decide nothing that is tested.
-QUICK = {"xla_backend_optimization_level": 0}
+QUICK = {} if ON_GPU else {"xla_backend_optimization_level": 0}
 
 
 @contextlib.contextmanager
@@ -29,16 +38,20 @@ def tiled(implementation, tiles=0):
     if implementation not in TILES:
         yield
         return
-    module = importlib.import_module(f"jflash.{implementation}")
+    [row] = [row for row in backends.TABLE if row.name == implementation]
     config = TILES[implementation][tiles]
 
-    def fitting(problem):  # no larger than the call, as the default is
+    def fitting(problem):
+        if implementation != "xla":
+            return config
+        # No larger than the call, as the default is.
         sizes = dict(
             block_q=max(1, min(config.block_q, problem.T)), block_k=max(1, min(config.block_k, problem.t))
         )
         return dataclasses.replace(config, **sizes)
 
-    with mock.patch.object(module, "default_config", fitting):
+    context = contextlib.nullcontext() if ON_GPU or implementation == "xla" else jflash.interpret()
+    with mock.patch.object(row.load(), "default_config", fitting), context:
         yield
 
 
@@ -110,12 +123,47 @@ def results(case, implementation, inputs, tiles=0):
         return program(case, implementation)(Inputs(*jax.tree.map(wide, tuple(inputs))))
 
 
+# The last axes of what a call takes and gives, by the letters of `Shape`.
+LAYOUTS = dict(
+    q="THD", k="thD", v="thd", bias="HTt", visible="HTt", kept="HTt", q_positions="T", k_positions="t"
+)
+LAYOUTS |= dict(out="THd", lse="HT", dq="THD", dk="thD", dv="thd", dbias="HTt")
+
+
+def reordered(name, x, orders):
+    """`x` with the axes in `orders` permuted; one of size 1 broadcasts and stays."""
+    letters = LAYOUTS.get(name, "")
+    for place, letter in enumerate(letters):
+        axis = x.ndim - len(letters) + place
+        if letter in orders and axis >= 0 and x.shape[axis] != 1:
+            x = np.take(x, orders[letter], axis)
+    return x
+
+
+def plain_results(case, inputs, seed):
+    """What plain JAX returns if rows and channels come in another order: the same but for rounding."""
+    shape = SHAPES[case.shape]
+    rng = np.random.default_rng(seed)
+    orders = {letter: rng.permutation(getattr(shape, letter)) for letter in "TtDd"}
+    lead = (1,) * len(shape.batch)
+    rows = dict(q_positions=np.arange(shape.T) + shape.t - shape.T, k_positions=np.arange(shape.t))
+    rows = {name: x.reshape(*lead, -1) for name, x in rows.items() if inputs.data[name] is None}
+    floats, data = (
+        {name: reordered(name, x, orders) for name, x in part.items()}
+        for part in (inputs.floats, inputs.data | rows)
+    )
+    cotangents = tuple(reordered(name, x, orders) for name, x in zip(("out", "lse"), inputs.cotangents))
+    got = program(case, "plain")(Inputs(floats, data, cotangents))
+    back = {letter: np.argsort(order) for letter, order in orders.items()}
+    return {name: reordered(name, x, back) for name, x in got.items()}
+
+
 def assert_accurate(case, implementation, samples, tiles=0):
     """Fails unless the implementation is as accurate as plain JAX; `samples` is a list of `Inputs`."""
-
-    def stacked(name):
-        each = [results(case, name, inputs, tiles) for inputs in samples]
-        return {key: np.stack([x[key] for x in each]) for key in each[0]}
-
-    dtype = samples[0].floats["q"].dtype
-    assert_as_accurate(stacked(implementation), stacked("plain"), stacked("reference"), dtype)
+    stacked = lambda each: {name: np.stack([x[name] for x in each]) for name in each[0]}
+    ours, truth = (
+        stacked([results(case, name, inputs, tiles) for inputs in samples])
+        for name in (implementation, "reference")
+    )
+    plain = [stacked([plain_results(case, inputs, seed) for inputs in samples]) for seed in range(ORDERS)]
+    assert_as_accurate(ours, plain, truth, samples[0].floats["q"].dtype)

@@ -1379,10 +1379,10 @@ def pulled(call):
 @pytest.mark.parametrize("kind", ["shard_map", "explicit"])
 def test_M02_sharded_attention_communicates_nothing(spec, kind):
     """jax-ml/jax#21855: an all-reduce in the backward pass."""
-    mesh = jax.make_mesh(
-        (4,), ("x",), axis_types=(AxisType.Auto if kind == "shard_map" else AxisType.Explicit,)
-    )
-    call = lambda q, k, v: jflash.attention(q, k, v, Causal())
+    axis_type = AxisType.Auto if kind == "shard_map" else AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), ("x", "unused"), axis_types=(axis_type, axis_type))
+    mod = lambda s, b, h, i, j: s * (b + h)
+    call = lambda q, k, v: jflash.attention(q, k, v, Causal(), score_mod=mod)
     if kind == "shard_map":
         call = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
     x = jnp.ones((4, 6, 4, 8))

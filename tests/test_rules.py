@@ -167,6 +167,8 @@ def assert_vmap_is_a_loop(x, names):
     got = jax.jit(jax.vmap(answer, in_axes=(axes(x, names), None)))(xs, W)
     loop = [answer_jit(entry(xs, names, i), W) for i in range(3)]
     assert_same(got, jax.tree.map(lambda *y: jnp.stack(y), *loop))
+    out = got[0][0]
+    assert not np.allclose(out[0], out[1]) and not np.allclose(out[1], out[2])
 
 
 FIRST = ("bias", "ids")
@@ -429,6 +431,46 @@ def test_shard_map_equals_the_whole(case):
     assert_same(answer_jit(x, W, call=call), answer_jit(x, W), atol=5e-5)
 
 
+def test_parts_with_offsets_draw_what_the_whole_draws():
+    """A batch entry, some heads, some queries; the keys in two parts that are merged by their lse."""
+    x, key = operands(), jax.random.key(1)
+
+    @jax.jit
+    def call(q, k, v, offsets):
+        return attend(q, k, v, score_mod=sharper, dropout=Dropout(0.5, key, offsets))
+
+    whole, whole_lse = call(*map(x.get, "qkv"), (0, 0, 0, 0))
+    q = x["q"][1:, 3:, 2:]
+    parts = []
+    for start in (0, 3):
+        k, v = (x[name][1:, start : start + 3, 1:] for name in "kv")
+        parts.append(call(q, k, v, (1, 2, 3, start)))
+    lse = jnp.logaddexp(parts[0][1], parts[1][1])
+    out = sum(jnp.exp(y - lse).mT[..., None] * part for part, y in parts)
+    assert_same((out, lse), (whole[1:, 3:, 2:], whole_lse[1:, 2:, 3:]))
+
+
+def sharper(s, b, h, q_pos, k_pos):
+    """A score modifier that is another one in each batch entry and head."""
+    return s * (1 + 0.5 * b + 0.25 * h)
+
+
+def test_functions_in_shard_map():
+    """What they close over is replicated or sharded as the heads are; `h` counts the device's own."""
+    x = operands("slopes", "scale", **EIGHT)
+    W = cotangents(x)
+
+    def local(x):
+        mask = jflash.Function(lambda b, h, i, j: (i - j) * x["scale"] > -1)
+        mod = lambda s, b, h, i, j: jnp.where(s > 0, s, x["scale"] * s) + x["slopes"][h] * (i - j)
+        return attend(*map(x.get, "qkv"), mask, score_mod=mod)
+
+    specs = ({name: BY_HEADS.get(name, P()) for name in x},)
+    out_specs = (P(None, None, "y"), P(None, "y"))
+    call = jax.shard_map(local, mesh=mesh((4,), ("y",)), in_specs=specs, out_specs=out_specs)
+    assert_same(answer_jit(x, W, call=call), answer_jit(x, W, call=local), atol=5e-5)
+
+
 def test_shard_map_over_loops(small_blocks):
     x, call = sharded_call("batch")
     W = cotangents(x)
@@ -476,7 +518,7 @@ MESHES = {
 FORMS = {
     # `|` takes the lists of blocks, segments the ranges, causal alone arithmetic.
     "arithmetic": ("bias",),
-    "ranges": ("bias", "sinks", "ids"),
+    "ranges": ("bias", "sinks", "ids", "slopes"),
     "lists": ("prefix", "bias"),
 }
 
@@ -513,8 +555,25 @@ def test_explicit_mesh_with_dropout_draws_what_one_device_draws():
     wanted = jax.jit(attention)(x)
     over = jax.make_mesh((2, 4), ("x", "y"))
     with jax.set_mesh(over):
-        got = jax.jit(attention)(placed(x, MESHES["both"], over))
+        got = attention(placed(x, MESHES["both"], over))  # without jit, for once
     assert_same(jax.device_get(got), jax.device_get(wanted))
+
+
+def test_explicit_mesh_hands_functions_the_indices_of_the_whole():
+    x = operands("slopes", **EIGHT)
+    W = cotangents(x)
+
+    def call(x):
+        mask = jflash.Function(lambda b, h, i, j: (i + j + b + h) % 3 > 0)
+        return attend(*map(x.get, "qkv"), mask, score_mod=lambda *at: sharper(*at) * x["slopes"][at[2]])
+
+    wanted = answer_jit(x, W, call=call)
+    over = jax.make_mesh((2, 4), ("x", "y"))
+    by = MESHES["both"] | dict(slopes=P("y"))
+    with jax.set_mesh(over):
+        W = tuple(jax.device_put(w, NamedSharding(over, s)) for w, s in zip(W, (by["q"], P("x", "y"))))
+        got = answer_jit(placed(x, by, over), W, call=call)
+    assert_same(jax.device_get(got), jax.device_get(wanted), atol=5e-5)
 
 
 def test_a_device_that_is_not_the_first():

@@ -10,4 +10,4 @@ from .forward import forward
 
 NAME = "triton"
 
-__all__ = ["Block", "Config", "NAME", "backward", "candidates", "default_config", "forward", "unsupported"]
+__all__ = ["NAME", "Block", "Config", "backward", "candidates", "default_config", "forward", "unsupported"]

@@ -20,7 +20,7 @@ from .. import extras as extra
 from .. import tiles
 from ..extras import Extra
 from ..problem import Operands, Problem
-from ..tiles import LOG2E, Place, Span, Tile
+from ..tiles import Place, Span, Tile
 from .config import Block, Config
 from .launch import launch, over_visits, unravel
 from .ops import channels, dot, exp2, load, store
@@ -78,16 +78,17 @@ def backward(
     )
     totals = {place: dkv[place][..., None, :] for place in of_keys}
     totals |= {place: dq[place][..., None] for place in of_queries}
-    for x in extras:
-        if x.axes == "qk":
-            totals |= run(
-                "dbias",
-                _dbias,
-                config.dq,
-                "query",
-                lambda schedule: (*x.shape[:-2], schedule.outer, schedule.inner),
-                {x.place: (x.shape, jnp.float32)},
-            )
+    of_pairs = [x for x in extras if x.axes == "qk"]
+    if of_pairs:
+        [bias] = of_pairs
+        totals |= run(
+            "dbias",
+            _dbias,
+            config.dq,
+            "query",
+            lambda schedule: (*bias.shape[:-2], schedule.outer, schedule.inner),
+            {bias.place: (bias.shape, jnp.float32)},
+        )
     return dict(q=dq["q"], k=dkv["k"], v=dkv["v"]) | extra.restore(operands, totals, wanted)
 
 
@@ -218,7 +219,7 @@ def _tile_gradients(tile: Tile, raw, dp, lse, delta, masked: bool, extras: list[
     if masked:
         s = jnp.where(visible, s, -jnp.inf)
         dp = jnp.where(visible, dp, 0)  # whatever a hidden key holds
-    p = exp2(problem, s * tiles.unit(problem, operands) - lse * LOG2E)
+    p = exp2(problem, tiles.exponent(problem, operands, s, lse / tiles.factor(problem, operands)))
     ds = p * (tile.kept(dp) * tiles.keep_scale(problem) - delta)
     draw, parts = pull(ds)
     if masked and operands.mods:

@@ -49,7 +49,6 @@ def _kernel(problem: Problem, block: Block, program, refs: Operands, schedule, o
     place = Place(tuple(entry), h, q=q_span)
     rows = tiles.rows(problem, refs, place, "q", load)
     q = load(refs.q, (*entry, q_span, h, channels(problem.D)))  # [block_q, D]
-    unit = tiles.unit(problem, refs)
 
     def visit(j, carry, masked):
         acc, m, l = carry
@@ -62,9 +61,9 @@ def _kernel(problem: Problem, block: Block, program, refs: Operands, schedule, o
             visible = tile.visible(s.shape)
             s = jnp.where(visible, s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(1))
-        base = jnp.where(m_new == -jnp.inf, 0, m_new * unit)  # a row that has seen no key yet
-        p = exp2(problem, s * unit - base[:, None])
-        shrink = exp2(problem, m * unit - base)
+        base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
+        p = exp2(problem, tiles.exponent(problem, refs, s, base[:, None]))
+        shrink = exp2(problem, tiles.exponent(problem, refs, m, base))
         l = l * shrink + p.sum(1)
         v = load(refs.v, (*at, channels(problem.d)))  # [block_k, d]
         if masked and schedule.hides_keys:  # 0 times a hidden key's NaN
@@ -82,4 +81,4 @@ def _kernel(problem: Problem, block: Block, program, refs: Operands, schedule, o
     l = jnp.where(empty, 1, l)
     out = acc * (tiles.keep_scale(problem) / l)[:, None]
     store(outputs["out"], (*entry, q_span, h, channels(problem.d)), out)
-    store(outputs["lse"], (*entry, h, q_span), m * (unit / tiles.LOG2E) + jnp.log(l))
+    store(outputs["lse"], (*entry, h, q_span), m * tiles.factor(problem, refs) + jnp.log(l))

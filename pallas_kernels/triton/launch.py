@@ -21,10 +21,10 @@ def launch(
     name: str,
     programs: int,
     operands: Any,
-    outputs: dict[str, tuple],
+    outputs: dict[Any, tuple],
     num_warps: int,
     num_stages: int,
-) -> dict[str, jax.Array]:
+) -> dict[Any, jax.Array]:
     """Runs `kernel(program, operands, outputs)` `programs` times.
 
     `operands` is a pytree; the kernel gets it with a reference in place of each array. `outputs`

@@ -26,7 +26,9 @@ def _slices(index: tuple) -> tuple[tuple, jax.Array | None]:
             exists = inside if exists is None else exists & inside
     if exists is not None:
         exists = jnp.broadcast_to(exists, tuple(span.size for span in spans))
-    at = (pl.ds(x.start, x.size) if isinstance(x, Span) else jnp.asarray(x, jnp.int32) for x in index)
+    # Arrays as starts: of numbers, Pallas checks that the slice ends within the array.
+    number = lambda x: jnp.asarray(x, jnp.int32)
+    at = (pl.ds(number(x.start), x.size) if isinstance(x, Span) else number(x) for x in index)
     return tuple(at), exists
 
 
@@ -65,5 +67,4 @@ def exp2(problem: Problem, x: jax.Array) -> jax.Array:
 
 def channels(size: int) -> Span:
     """All channels of a head as a power of 2; those that the head does not have read as 0."""
-    # An array as start: of numbers, Pallas checks that the slice ends within the array.
-    return Span(jnp.int32(0), max(16, pl.next_power_of_2(size)), size)
+    return Span(0, max(16, pl.next_power_of_2(size)), size)
