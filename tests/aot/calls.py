@@ -1,57 +1,90 @@
-"""The calls that are compiled: each feature with each head size, forward and backward.
+"""The calls that are compiled: a cover of features, head sizes and dtypes, forward and backward.
 
-Forward and backward are one program, so a row below is a compilation of all kernels.
+Forward and backward are one program, so each call below is a compilation of all its kernels.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jflash
 
-HEAD_SIZES = (64, 128, 256)
-
 
 @dataclasses.dataclass(frozen=True)
-class Features:
-    """What a call has beside q, k and v; gradients are taken of every float operand."""
+class Call:
+    """One attention call; gradients are taken of every float operand."""
 
-    causal: bool = False
+    name: str
+    D: int
+    dtype: Any = jnp.bfloat16
+    causal: bool = True
+    segments: bool = False
     bias: bool = False  # of each pair
     mods: bool = False
     dropout: bool = False
-    segments: bool = False
-    T: int = 4096
-    h: int = 8  # of 8 heads of queries
+    T: int = 8192
+    h: int = 2  # of 2 heads of queries
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are q·k times a number, and nothing is dropped."""
+        return not (self.bias or self.mods or self.dropout)
+
+    def __str__(self) -> str:
+        return f"D {self.D}, {jnp.dtype(self.dtype).name}, {self.name}"
 
 
+# A length that no block divides, and heads of keys that serve two of queries.
+UNEVEN = dict(T=8111, h=1)
 FEATURES = {
-    "full": Features(),
-    "causal": Features(causal=True),
-    "bias": Features(bias=True),
-    "mods": Features(causal=True, mods=True),
-    "dropout": Features(causal=True, dropout=True),
-    "segments": Features(causal=True, segments=True),
-    # A length that no block divides, and grouped queries: what costs most registers.
-    "all": Features(causal=True, bias=True, mods=True, dropout=True, segments=True, T=4001, h=2),
+    "full": dict(causal=False),
+    "causal": dict(),
+    "segments": dict(segments=True, **UNEVEN),
+    "bias": dict(bias=True),
+    "score_mod": dict(mods=True),
+    "dropout": dict(dropout=True),
+    "everything": dict(segments=True, bias=True, mods=True, dropout=True, **UNEVEN),
 }
+# "everything" has each feature with each head size; alone they are compiled with one.
+COVER = {
+    jnp.bfloat16: {
+        "full": (64, 128, 256),
+        "causal": (64, 128, 256),
+        "segments": (64, 128, 256),
+        "dropout": (64,),
+        "bias": (128,),
+        "score_mod": (256,),
+        "everything": (64, 128, 256),
+    },
+    jnp.float32: {"causal": (64, 128, 256), "everything": (64, 128, 256)},
+}
+CALLS = [
+    Call(name, D, dtype, **FEATURES[name])
+    for dtype, features in COVER.items()
+    for name, sizes in features.items()
+    for D in sizes
+]
+# For a second version of JAX, whose kernels are the same ones: the plainest and the richest calls.
+BRIEF = [call for call in CALLS if call.dtype == jnp.bfloat16 and call.name in ("causal", "everything")]
 
 
-def program(features: Features, D: int, dtype=jnp.bfloat16):
-    """(function, shapes of its operands): out and the gradients of one call."""
-    B, T, H, h = 2, features.T, 8, features.h
+def program(call: Call):
+    """(function, shapes of its operands): out and the gradients of a call."""
+    B, H = 2, 2
     shape = jax.ShapeDtypeStruct
-    floats = dict(q=shape((B, T, H, D), dtype), k=shape((B, T, h, D), dtype), v=shape((B, T, h, D), dtype))
-    if features.bias:
-        floats["bias"] = shape((1, H, T, T), dtype)
-    if features.mods:
+    rows = lambda heads: shape((B, call.T, heads, call.D), call.dtype)
+    floats = dict(q=rows(H), k=rows(call.h), v=rows(call.h))
+    if call.bias:
+        floats["bias"] = shape((1, H, call.T, call.T), call.dtype)
+    if call.mods:
         floats["slopes"] = shape((H,), jnp.float32)
-    data = dict(key=shape((2,), jnp.uint32), ids=shape((B, T), jnp.int32))
+    data = dict(key=shape((2,), jnp.uint32), ids=shape((B, call.T), jnp.int32))
 
     def attend(floats, data):
-        mask = jflash.Causal() if features.causal else None
-        if features.segments:
+        mask = jflash.Causal() if call.causal else None
+        if call.segments:
             mask = mask & jflash.Segments(data["ids"], data["ids"])
         return jflash.attention(
             floats["q"],
@@ -59,8 +92,8 @@ def program(features: Features, D: int, dtype=jnp.bfloat16):
             floats["v"],
             mask,
             bias=floats.get("bias"),
-            score_mod=(jflash.SoftCap(50.0), jflash.Alibi(floats["slopes"])) if features.mods else None,
-            dropout=jflash.Dropout(0.1, data["key"]) if features.dropout else None,
+            score_mod=(jflash.SoftCap(50.0), jflash.Alibi(floats["slopes"])) if call.mods else None,
+            dropout=jflash.Dropout(0.1, data["key"]) if call.dropout else None,
             implementation="triton",
         )
 

@@ -47,6 +47,19 @@ TARGETS = {
 }
 
 
+def warps(target: Target, threads: int, registers: int, shared_memory: int) -> int:
+    """How many warps of a kernel a core (SM, CU) holds at a time, of AMD's a SIMD.
+
+    A core has four parts (SIMDs), each with 512 registers a thread of a warp, given out by eights.
+    """
+    of_one = threads // target.threads_per_warp
+    by_registers = 4 * min(target.warps_per_core // 4, 512 // (-(-registers // 8) * 8))
+    reserved = 1024 if target.platform == "cuda" else 0
+    by_memory = target.shared_memory_per_core // max(1, shared_memory + reserved)
+    held = min(by_registers // of_one, by_memory) * of_one
+    return held // 4 if target.platform == "rocm" else held
+
+
 def mesh(target: Target) -> jax.sharding.Mesh:
     """A mesh of one such card; computations traced under it are compiled for it."""
     if target.platform == "rocm":
