@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accuracy import assert_as_accurate
 from cases import BIASES, MASKS, MODS, SHAPES, Case, inputs
 from programs import IMPLEMENTATIONS, QUICK, TILES, assert_accurate, attend, results, tiled
 
@@ -87,6 +88,26 @@ def test_maxima_that_rise_or_fall_from_block_to_block(implementation, dtype, ris
     case = Case("cross", "dense B1Tt", bias="BHTt")
     steps = lambda rng, bias: bias + np.float32(rise) * (np.arange(bias.shape[-1]) // 16)
     assert_accurate(case, implementation, with_bias(case, dtype, steps), tiles_of(case, implementation))
+
+
+@by_implementation
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
+@pytest.mark.parametrize("tiles", [0, 1])
+def test_logits_and_values_of_any_size(implementation, dtype, tiles):
+    """Logits that rise along the row to thousands, and values as large as there are."""
+    case = Case("mha")
+    samples = []
+    for seed in range(SAMPLES):
+        x = inputs(case, dtype, seed)
+        k = x.floats["k"].astype(F32) * np.linspace(1, 1000, 40, dtype=F32)[:, None, None]
+        v = x.floats["v"].astype(F32)
+        v = v / abs(v).max() * np.float32(jnp.finfo(dtype).max) * (0.25 if seed % 2 else 0.001)
+        samples.append(x._replace(floats=x.floats | dict(k=k.astype(dtype), v=v.astype(dtype))))
+    outputs = lambda name, tiles=0: {
+        key: np.stack([results(case, name, x, tiles)[key] for x in samples]) for key in ("out", "lse")
+    }
+    got = outputs(implementation, tiles)
+    assert_as_accurate(got, [outputs("plain")], outputs("reference"), dtype)
 
 
 @by_each

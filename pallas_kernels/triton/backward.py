@@ -22,8 +22,8 @@ from ..extras import Extra
 from ..problem import Operands, Problem
 from ..tiles import Place, Span, Tile
 from .config import Block, Config
-from .launch import launch, over_visits, unravel
-from .ops import channels, dot, exp2, load, store
+from .launch import launch, over_visits, unravel, visits_of
+from .ops import channels, dot, exp2, load, seen, store
 
 
 def backward(
@@ -119,7 +119,7 @@ def _dkv(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sche
             return dk, dv, [x + part for x, part in zip(sums, parts)]
 
         sums = [jnp.zeros((block.block_k, 1), jnp.float32)] * len(mine)
-        *carry, sums = over_visits(schedule, i, tuple(entry), visit, (*carry, sums))
+        *carry, sums = over_visits(schedule, visits_of(schedule, i, tuple(entry)), visit, (*carry, sums))
         for x, total in zip(mine, sums):
             store(outputs[x.place], (*entry, h, k_span), total.reshape(-1))
         return tuple(carry)
@@ -142,14 +142,14 @@ def _dq(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sched
         dq, sums = carry
         span = Span(j * block.block_k, block.block_k, problem.t if masked else None)
         draw, parts, k, tile = rows.gradients(span, masked, mine)
-        if masked and schedule.hides_keys:  # 0 times a hidden key's NaN
-            k = jnp.where(tile.visible(draw.shape).any(0)[:, None], k, 0)
+        if masked and schedule.hides_keys:
+            k = seen(tile.visible(draw.shape), k)
         dq = dq + dot(problem, draw.astype(k.dtype), k)
         return dq, [x + part for x, part in zip(sums, parts)]
 
     dq = jnp.zeros((block.block_q, channels(problem.D).size), jnp.float32)
     sums = [jnp.zeros((block.block_q, 1), jnp.float32)] * len(mine)
-    dq, sums = over_visits(schedule, i, tuple(entry), visit, (dq, sums))
+    dq, sums = over_visits(schedule, visits_of(schedule, i, tuple(entry)), visit, (dq, sums))
     store(outputs["q"], (*entry, q_span, h, channels(problem.D)), dq * tiles.factor(problem, refs))
     for x, total in zip(mine, sums):
         store(outputs[x.place], (*entry, h, q_span), total.reshape(-1))

@@ -30,12 +30,13 @@ class Config:
     forward: Block
     dkv: Block
     dq: Block
+    frozen_maximum: bool = False  # of the forward kernel's: see its docstring
 
 
 # By the largest head size that they serve: measured on an H200 (T 16384, bfloat16; docs/backends.md).
 HOPPER = {
-    64: Config(Block(128, 64, 8, 3), Block(32, 128, 4, 3), Block(128, 64, 4, 3)),
-    128: Config(Block(128, 64, 8, 3), Block(64, 64, 4, 2), Block(128, 64, 8, 3)),
+    64: Config(Block(128, 64, 4, 3), Block(32, 128, 4, 3), Block(128, 64, 4, 3), frozen_maximum=True),
+    128: Config(Block(128, 64, 8, 3), Block(64, 64, 4, 2), Block(128, 64, 8, 3), frozen_maximum=True),
     256: Config(Block(128, 64, 8, 2), Block(64, 64, 8, 2), Block(128, 64, 8, 1)),
 }
 

@@ -69,15 +69,19 @@ def unravel(n: Any, sizes: tuple) -> tuple:
     """The index of the n-th element, row-major, along axes of these sizes."""
     index = []
     for size in reversed(sizes):
-        index.append(n % size if size != 1 else 0)
-        n = n // size
+        index.append(lax.rem(n, jnp.int32(size)) if size != 1 else 0)
+        n = lax.div(n, jnp.int32(size)) if size != 1 else n
     return tuple(reversed(index))
 
 
-def over_visits(schedule, i, entry: tuple, body: Callable, carry):
-    """`body(j, carry, masked)` over the blocks that block `i` visits: partial ones, then full ones."""
+def visits_of(schedule: Any, i: Any, entry: tuple) -> Any:
+    """What block `i` visits."""
     scalars = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
-    visits = dataclasses.replace(schedule, mask=scalars).visits(i, entry)
+    return dataclasses.replace(schedule, mask=scalars).visits(i, entry)
+
+
+def over_visits(schedule: Any, visits: Any, body: Callable, carry: Any) -> Any:
+    """`body(j, carry, masked)` over the blocks of `visits`: partial ones, then full ones."""
     if schedule.has_masked:
         step = lambda n, c: body(visits.masked(n), c, True)
         carry = lax.fori_loop(0, visits.n_masked, step, carry)

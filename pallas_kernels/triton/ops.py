@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -63,6 +64,15 @@ def exp2(problem: Problem, x: jax.Array) -> jax.Array:
         assembly, args=[x], constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )
     return y
+
+
+def seen(visible: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` [block_k, D], but 0 in the rows of keys that no query of the tile sees: 0 times NaN is NaN."""
+    some = jnp.where(visible, 1, 0).max(0)  # `any` is not lowered
+    # By bits: for a selected operand of a product, Triton may want booleans in shared memory, and fail.
+    bits = jnp.int16 if x.dtype.itemsize == 2 else jnp.int32
+    kept = lax.bitcast_convert_type(x, bits) & (-some).astype(bits)[:, None]
+    return lax.bitcast_convert_type(kept, x.dtype)
 
 
 def channels(size: int) -> Span:
