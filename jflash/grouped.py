@@ -37,8 +37,10 @@ def pairs(problem: Problem, operands: Operands, rows: tuple[int, int] | None = N
     `rows` counts the query and key rows, where there are more than T and t (padding).
     """
     T, t = rows or (problem.T, problem.t)
-    q_row = jnp.arange(T, dtype=jnp.int32)[:, None]
-    k_row = jnp.arange(t, dtype=jnp.int32)
+    # Of one rank, since users may have set jax_numpy_rank_promotion to "raise".
+    lead = (1,) * (len(problem.batch) + 2)
+    q_row = jnp.arange(T, dtype=jnp.int32).reshape(*lead, T, 1)
+    k_row = jnp.arange(t, dtype=jnp.int32).reshape(*lead, 1, t)
     q, k = q_row + (problem.t - problem.T), k_row
     fill = lambda x, n: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n - x.shape[-1])])
     if operands.q_positions is not None:
@@ -46,7 +48,7 @@ def pairs(problem: Problem, operands: Operands, rows: tuple[int, int] | None = N
     if operands.k_positions is not None:
         k = fill(operands.k_positions, t)[..., None, None, None, :]
     b = batch_index(problem, operands)[..., None, None, None, None]
-    h = head_index(problem, operands).reshape(problem.h, problem.group, 1, 1)
+    h = head_index(problem, operands).reshape(*lead[2:], problem.h, problem.group, 1, 1)
     return Pairs(b, h, q, k, q_row, k_row)
 
 

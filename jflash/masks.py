@@ -240,6 +240,38 @@ class Traced(Mask):
         return elementwise(self.call, *self.values, at.q, at.k)
 
 
+class InSequence(Mask):
+    """The mask `a` within each packed sequence. Made by `packing`, not by users.
+
+    Positions are those within the sequence, and the rows that `Prefix` counts are the sequence's.
+    The scheduler sees positions moved to where the sequence's keys start: the differences within a
+    sequence stay, and positions that grow along the row, instead of falling back at each start,
+    keep the extents of a block over several sequences tight. Of pairs of two sequences it tells
+    nothing that is true: it stands beside `Segments`, which hides them.
+    """
+
+    a: Mask = part()
+    q_start: Any = per_query()  # the row of k where the sequence of the query starts
+    k_start: Any = per_key()  # the row of k where the sequence of the key starts
+
+    def __call__(self, at):
+        return self.a(at._replace(k_row=at.k_row - self.k_start))
+
+    def blocks(self, at):
+        moved = lambda x, start: Blocks(x.x + start.x, x.axis)
+        return self.a.blocks(
+            at._replace(
+                q=moved(at.q, self.q_start),
+                k=moved(at.k, self.k_start),
+                k_row=Blocks(at.k_row.x - self.k_start.x, at.k_row.axis),
+            )
+        )
+
+    @property
+    def contiguous(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.a.contiguous
+
+
 class And(Mask):
     """Visible where both masks are."""
 
@@ -297,6 +329,32 @@ class Not(Mask):
     def blocks(self, at):
         some, every = self.a.blocks(at)
         return every ^ True, some ^ True
+
+
+class Moved(Mask):
+    """`a` as seen by queries that stand `by` positions lower. Made by `dot_product_attention`, not by users.
+
+    `by` is static, so that bounds which are arithmetic remain so.
+    """
+
+    a: Mask = part()
+    by: int = static()
+
+    def __call__(self, at):
+        return self.a(at._replace(q=at.q - self.by))
+
+    def blocks(self, at):
+        return self.a.blocks(at._replace(q=at.q.map(lambda x: x - self.by)))
+
+    def interval(self, position, of):
+        if of == "query":
+            return self.a.interval(position - self.by, of)
+        seen = self.a.interval(position, of)
+        return seen and Interval(*(None if x is None else x + self.by for x in seen))
+
+    @property
+    def contiguous(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.a.contiguous
 
 
 def as_mask(x: Any) -> Mask:

@@ -1,6 +1,7 @@
-"""Flax NNX layer over `jflash.attention`: projections, rotary and attention, nothing else."""
+"""Flax NNX over `jflash.attention`: a layer of its own, and `attention_fn` for Flax's layers."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from .api import attention
+from . import heads
 from .dropout import Dropout
 from .masks import Mask
 from .rotary import Rotary
+from .stock import attention_fn as attention_fn
 
 _LECUN_NORMAL = nnx.initializers.lecun_normal()  # the defaults of Flax's own layers
 _ZEROS = nnx.initializers.zeros_init()
@@ -22,9 +24,10 @@ class FlashMultiHeadAttention(nnx.Module):
     """Maps `[*B, T, F]` to `[*B, T, O]` by multi-head attention that never writes a T x t matrix.
 
     Self attention, cross attention (`x_kv`), grouped-query attention (`num_kv_heads`), rotary
-    embedding and dropout. Normalisation, residuals, the MLP and the KV cache belong to the model.
-    The parameters (`query`, `key`, `value`, `out`, each with `kernel` and perhaps `bias`) have
-    the names and shapes of `nnx.MultiHeadAttention`, so that its checkpoints load here.
+    embedding, ALiBi, normalised queries and keys, sinks, soft cap, dropout, and a cache for
+    generation. Residuals, their normalisation and the MLP belong to the model. The parameters
+    (`query`, `key`, `value`, `out`, each with `kernel` and perhaps `bias`, and `query_ln`, `key_ln`)
+    have the names and shapes of `nnx.MultiHeadAttention`, so that its checkpoints load here.
 
     **Arguments:**
 
@@ -36,12 +39,21 @@ class FlashMultiHeadAttention(nnx.Module):
     - `kv_features`: Channels of `x_kv`; `None` is `in_features`.
     - `use_bias`: Whether the four projections add a bias.
     - `rotary`: A `Rotary` to turn q and k by their positions, or `None`.
+    - `alibi`: Whether distance lowers the scores, by the slopes of `jflash.alibi_slopes`.
+    - `softcap`: Keeps scores within (-softcap, softcap), as `jflash.SoftCap`; `None` does not.
+    - `use_sinks`: Whether each head learns a logit `sinks` that takes its share of the softmax.
+    - `qk_norm`: "layer" or "rms" normalises each head of q and k, before rotary, by LayerNorm
+      without bias (ViT-22B, https://arxiv.org/abs/2302.05442) or RMSNorm; `None` does not.
     - `dropout_rate`: Share of attention weights dropped in training, in [0, 1].
     - `deterministic`: Whether dropout is off. `train()` and `eval()` set it; a call may override
       it. (`jflash.attention`'s `deterministic`, about bitwise gradients, is another thing.)
+    - `decode`: Whether calls append to the cache that `init_cache` makes; a call may override it.
     - `dtype`: Computes in this dtype; `None` promotes inputs and parameters.
     - `param_dtype`: Stores parameters in this dtype.
     - `kernel_init`, `bias_init`: Initialisers of all four projections.
+    - `sharding`: Names of mesh axes, or logical ones, for the axes of all parameters: (features,
+      heads, head size), such as `(None, "model", None)`. NNX shards by their `out_sharding` at
+      once, so it wants a mesh (`jax.set_mesh`) where the layer is made.
     - `precision`: As in `jflash.attention`, for the projections too.
     - `implementation`: As in `jflash.attention`.
     - `rngs`: `params` initialises. With dropout, `dropout` is forked and kept for calls that
@@ -51,7 +63,7 @@ class FlashMultiHeadAttention(nnx.Module):
 
     **Raises:**
 
-    ValueError when heads do not divide, or `dropout_rate` is not a probability.
+    ValueError when heads do not divide, or a setting is none that there is.
     """
 
     def __init__(
@@ -65,36 +77,45 @@ class FlashMultiHeadAttention(nnx.Module):
         kv_features: int | None = None,
         use_bias: bool = False,
         rotary: Rotary | None = None,
+        alibi: bool = False,
+        softcap: float | None = None,
+        use_sinks: bool = False,
+        qk_norm: str | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
+        decode: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = _LECUN_NORMAL,
         bias_init: Initializer = _ZEROS,
+        sharding: tuple[str | None, str | None, str | None] | None = None,
         precision: PrecisionLike = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(in_features, num_heads, num_kv_heads, head_dim)
-        if not 0 <= dropout_rate <= 1:  # also refuses NaN
-            raise ValueError(
-                f"`FlashMultiHeadAttention(dropout_rate=...)`: dropout_rate is a probability, so "
-                f"it lies in [0, 1]. Got {dropout_rate}; 0 turns dropout off."
-            )
+        heads.check_heads(in_features, num_heads, num_kv_heads, head_dim)
+        heads.check_settings(dropout_rate, qk_norm, sharding)
         head_dim = in_features // num_heads if head_dim is None else head_dim
         kv_features = in_features if kv_features is None else kv_features
         out_features = in_features if out_features is None else out_features
 
         self.in_features = in_features
         self.kv_features = kv_features
+        self.cache_heads = (num_kv_heads, head_dim)
         self.rotary = rotary
+        self.alibi = alibi
+        self.softcap = softcap
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
+        self.decode = decode
+        self.dtype = dtype
         self.precision = precision
         self.implementation = implementation
 
+        feature, head, channel = (None, None, None) if sharding is None else sharding
+        annotated: Any = lambda *names: {} if sharding is None else {"out_sharding": names}
         linear = partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -105,11 +126,37 @@ class FlashMultiHeadAttention(nnx.Module):
             precision=precision,
             rngs=rngs,
         )
-        self.query = linear(in_features, (num_heads, head_dim))
-        self.key = linear(kv_features, (num_kv_heads, head_dim))
-        self.value = linear(kv_features, (num_kv_heads, head_dim))
-        self.out = linear((num_heads, head_dim), out_features, axis=(-2, -1))
+        into_heads = partial(
+            linear,
+            kernel_metadata=annotated(feature, head, channel),
+            bias_metadata=annotated(head, channel),
+        )
+        self.query = into_heads(in_features, (num_heads, head_dim))
+        self.key = into_heads(kv_features, (num_kv_heads, head_dim))
+        self.value = into_heads(kv_features, (num_kv_heads, head_dim))
+        norm = lambda: nnx.data(None)
+        if qk_norm is not None:
+            norm = partial(
+                partial(nnx.LayerNorm, use_bias=False) if qk_norm == "layer" else nnx.RMSNorm,
+                head_dim,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                scale_metadata=annotated(channel),
+                rngs=rngs,
+            )
+        self.query_ln, self.key_ln = norm(), norm()
+        self.sinks = nnx.data(
+            nnx.Param(jnp.zeros(num_heads, param_dtype), **annotated(head)) if use_sinks else None
+        )
+        self.out = linear(
+            (num_heads, head_dim),
+            out_features,
+            axis=(-2, -1),
+            kernel_metadata=annotated(head, channel, feature),
+            bias_metadata=annotated(feature),
+        )
         self.rngs = nnx.data(rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None)
+        self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
 
     def __call__(
         self,
@@ -121,6 +168,7 @@ class FlashMultiHeadAttention(nnx.Module):
         k_positions: ArrayLike | None = None,
         bias: ArrayLike | None = None,
         deterministic: bool | None = None,
+        decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> Float[Array, "*B T O"]:
         """Returns attention from rows of `x_q` to rows of `x_kv`, projected to `O` channels.
@@ -140,50 +188,85 @@ class FlashMultiHeadAttention(nnx.Module):
           attention, else `arange(t)`.
         - `bias`: Added to the scores, as in `jflash.attention`.
         - `deterministic`: True leaves dropout out; `None` is the layer's `deterministic`.
+        - `decode`: True appends the T rows of `x_q`, any number, to the cache, and attends causally to
+          all that it holds; `None` is the layer's `decode`. `mask` then refers to the cache's rows.
         - `rngs`: Source of the dropout key: an `Rngs` (its `dropout` stream), a stream or a key.
           `None` is the stream kept from the constructor.
 
         **Raises:**
 
-        ValueError when features do not match, or when dropout is on and there is no key.
+        ValueError when features do not match, when dropout is on and there is no key, when there is
+        no cache to decode with, or it is full. Inside `jax.jit` that cannot be known: rows beyond the
+        cache's length give NaN.
         """
+        decode = self.decode if decode is None else decode
+        if decode:
+            heads.check_decoding(x_kv=x_kv, positions=positions, k_positions=k_positions)
         if x_kv is None:
             x_kv = x_q
             k_positions = positions if k_positions is None else k_positions
         self._check_features(x_q, x_kv)
         dropout = self._dropout(deterministic, rngs)
 
-        batch_axes = x_q.ndim - 2
-        positions = _with_batch_axes(positions, batch_axes)
-        k_positions = _with_batch_axes(k_positions, batch_axes)
-
         q, k, v = self.query(x_q), self.key(x_kv), self.value(x_kv)
-        if self.rotary is not None:
-            T, t = q.shape[-3], k.shape[-3]
-            q = self.rotary(q, jnp.arange(t - T, t) if positions is None else positions)
-            k = self.rotary(k, jnp.arange(t) if k_positions is None else k_positions)
-        out = attention(
-            q,
-            k,
-            v,
-            mask,
-            bias=bias,
-            dropout=dropout,
-            q_positions=positions,
-            k_positions=k_positions,
-            precision=self.precision,
-            implementation=self.implementation,
+        if self.query_ln is not None and self.key_ln is not None:
+            q, k = self.query_ln(q), self.key_ln(k)
+        operands: dict[str, Any] = dict(
+            bias=bias, sinks=None if self.sinks is None else self.sinks[...], dropout=dropout
         )
+        if decode:
+            cache = self._cache()
+            out, new = heads.attend_cached(self, q, k, v, tuple(x[...] for x in cache), mask, **operands)
+            for x, value in zip(cache, new):
+                x[...] = value
+        else:
+            operands |= dict(positions=positions, k_positions=k_positions)
+            out = heads.attend(self, q, k, v, mask, **operands)
         return self.out(out)
 
-    def set_view(self, deterministic: bool | None = None):
-        """Sets `deterministic` where given: what `nnx.view` calls.
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype | None = None):
+        """Makes an empty cache for decoding, `cached_key`, `cached_value` and `cache_index`.
+
+        - `input_shape`: [*B, length, F], with as many rows as a sequence may ever have; that of
+          `nnx.MultiHeadAttention.init_cache`.
+        - `dtype`: Of the cached keys and values; `None` is the layer's `dtype`, or float32.
+        """
+        dtype = (self.dtype or jnp.float32) if dtype is None else dtype
+        empty = lambda: nnx.Cache(jnp.zeros((*input_shape[:-1], *self.cache_heads), dtype))
+        self.cached_key, self.cached_value = empty(), empty()
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ):
+        """Sets what is given: what `nnx.view` calls.
 
         Args:
           deterministic: True turns dropout off.
+          decode: True appends to the cache.
+          batch_size: The batch axes of a new cache; with max_length.
+          max_length: The length of a new cache; with batch_size.
         """
         if deterministic is not None:
             self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None and max_length is not None:
+            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch, max_length, self.in_features))
+
+    def _cache(self):
+        cache: Any = (self.cached_key, self.cached_value, self.cache_index)
+        if self.cached_key is None:
+            raise ValueError(
+                "`FlashMultiHeadAttention.__call__`: decode=True needs a cache. Got none; make one "
+                "by layer.init_cache((*B, length, in_features)), or pass decode=False."
+            )
+        return cache
 
     def _dropout(self, deterministic, rngs):
         """Returns the `Dropout` of this call, or None where none is due."""
@@ -216,29 +299,3 @@ class FlashMultiHeadAttention(nnx.Module):
                     f"{name}.shape={x.shape} in the order (*B, rows, channels); make the layer "
                     f"with {argument}={x.shape[-1]}. Without x_kv, keys and values come from x_q."
                 )
-
-
-def _check_heads(in_features, num_heads, num_kv_heads, head_dim):
-    """Raises unless the heads share out the channels and each other."""
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"`FlashMultiHeadAttention(num_heads, num_kv_heads=...)`: each key head must serve the "
-            f"same number of query heads, at least one, so num_kv_heads must divide num_heads. Got "
-            f"num_heads={num_heads} and num_kv_heads={num_kv_heads}."
-        )
-    if head_dim is None and in_features % num_heads:
-        raise ValueError(
-            f"`FlashMultiHeadAttention(in_features, num_heads)`: without head_dim, heads share "
-            f"in_features evenly. Got in_features={in_features} and num_heads={num_heads}; pass "
-            f"head_dim."
-        )
-
-
-def _with_batch_axes(positions, batch_axes):
-    """Returns [T] positions as `attention` takes them, [1, ..., 1, T], and others as given."""
-    if positions is None:
-        return None
-    positions = jnp.asarray(positions)
-    if positions.ndim != 1:
-        return positions
-    return positions.reshape((1,) * batch_axes + positions.shape)

@@ -64,7 +64,8 @@ def forward(
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
     total = l
     if operands.sinks is not None:
-        sink = operands.sinks.astype(dtype).reshape(problem.h, problem.group, 1, 1)
+        lead = (1,) * len(problem.batch)
+        sink = operands.sinks.astype(dtype).reshape(*lead, problem.h, problem.group, 1, 1)
         top = jnp.where(empty, sink, jnp.maximum(m, jax.lax.stop_gradient(sink)))
         # With top as the maximum, so that neither exponential overflows.
         shrink = jnp.exp(jnp.where(empty, 0, m - top))

@@ -60,10 +60,18 @@ def apply_rotary(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     # Powers in float64 on the host: an error in a frequency is multiplied by the position.
     frequencies = jnp.asarray(float(base) ** (-np.arange(0, r, 2) / max(r, 1)), dtype)
-    angles = positions.astype(dtype)[..., None, None] * frequencies  # [*B T 1 r/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    positions = jnp.expand_dims(positions.astype(dtype), range(x.ndim - 2 - positions.ndim))
+    angles = positions[..., None, None] * jnp.expand_dims(frequencies, range(x.ndim - 1))  # [*B T 1 r/2]
+    return rotate(x, jnp.cos(angles), jnp.sin(angles), interleaved)
 
-    rotated = x[..., :r].astype(dtype)
+
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Returns `x` with pair `i` turned by the angle that `cos` and `sin` [..., r/2] are those of.
+
+    They broadcast against [*B, T, H, r/2]; products have their dtype. Channels from `r` on pass.
+    """
+    r = 2 * cos.shape[-1]
+    rotated = x[..., :r].astype(cos.dtype)
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]
     else:

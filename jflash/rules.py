@@ -156,4 +156,5 @@ def _times(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _sink_weight(operands: Operands, lse: jax.Array) -> jax.Array:
     """exp(lse) / (exp(lse) + exp(sink)); [*batch, H, T], 0 in rows without keys."""
-    return jax.nn.sigmoid(lse - operands.sinks.astype(lse.dtype)[:, None])
+    sinks = operands.sinks.reshape(*(1,) * (lse.ndim - 2), -1, 1)
+    return jax.nn.sigmoid(lse - sinks.astype(lse.dtype))

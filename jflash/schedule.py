@@ -169,7 +169,7 @@ def hides(problem: Problem, mask: Mask | None) -> tuple[bool, bool]:
     if not (seen(top, bottom) and seen(left, right)):
         return True, True
     meets = lambda e, lo, hi: (e.lo is None or e.lo <= hi) and (e.hi is None or e.hi >= lo)
-    # Intervals move with the position and contain it, so the ends decide for all between.
+    # Intervals move with the position and are not empty, so the ends decide for all between.
     return (
         not (meets(top, 0, last) and meets(bottom, 0, last)),
         not (meets(left, first, last) and meets(right, first, last)),
@@ -193,6 +193,8 @@ def _bounds(geometry: Geometry, mask: Mask | None, i: Any) -> tuple:
     a, b = _interval(mask, first, of), _interval(mask, last, of)
     row = lambda x, default: default if x is None else x + to_row
     lo = jnp.clip(row(a.lo, 0) // there, 0, n)
+    if a.lo is not None:  # it may lie behind the last row, within the last block
+        lo = jnp.where(a.lo + to_row < other, lo, n)
     hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
     full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
     full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
@@ -226,7 +228,7 @@ def classify(problem: Problem, operands: Operands, block_q: int, block_k: int) -
     else:
         pair = lambda x: _any_and_all(x, block_q, block_k, problem)
         some, every = operands.mask.map(query=q, key=k, pair=pair).blocks(at)
-    whole = (jnp.arange(n_k) + 1) * block_k <= problem.t
+    whole = ((jnp.arange(n_k) + 1) * block_k <= problem.t).reshape(*lead, 1, n_k)
     shape = jnp.broadcast_shapes(some.shape, every.shape, (*lead, n_q, n_k))
     return jnp.broadcast_to(some, shape), jnp.broadcast_to(every & whole, shape)
 
@@ -263,7 +265,7 @@ def _ranges(some: jax.Array, every: jax.Array) -> jax.Array:
     full blocks; what [lo, hi) holds beside it is visited as partial.
     """
     n = some.shape[-1]
-    i = jnp.arange(n)
+    i = jax.lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
     first = lambda x: jnp.where(x.any(-1), jnp.argmax(x, -1), n)
     lo = first(some)
     hi = jnp.max(jnp.where(some, i + 1, 0), -1, initial=0)

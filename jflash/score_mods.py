@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.pairs import Pairs
 
@@ -51,6 +52,21 @@ class Alibi(ScoreMod):
 
     def __call__(self, s, at):
         return s - self.slopes.astype(s.dtype) * jnp.abs(at.q - at.k).astype(s.dtype)
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """The slopes of ALiBi's paper for so many heads, float32 [heads]: 2^(-8/H), 2^(-16/H), ..., 2^-8.
+
+    Where `heads` is no power of two: those of the next lower one, then every other slope of the next
+    higher one (its released code, https://github.com/ofirpress/attention_with_linear_biases).
+
+    >>> import jflash
+    >>> jflash.alibi_slopes(4)
+    Array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
+    """
+    of = lambda n: 2.0 ** (-8 / n * np.arange(1, n + 1))
+    lower = 2 ** (heads.bit_length() - 1)
+    return jnp.asarray(np.append(of(lower), of(2 * lower)[::2][: heads - lower]), jnp.float32)
 
 
 class TracedMod(ScoreMod):

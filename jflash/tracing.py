@@ -30,8 +30,13 @@ class Step(NamedTuple):
     results: tuple
 
     def run(self, values: dict) -> None:
+        """Where it was traced nothing varied over devices; here everything may.
+
+        Bodies of control flow and of custom derivatives (`jax.nn.relu`) stay as they were traced: where
+        `shard_map` checks what varies (`check_vma`, its default), JAX may refuse them.
+        """
         operands = vary_alike([values[x] if isinstance(x, Slot) else x for x in self.operands])
-        if self.primitive.name == "pvary":  # where it was traced nothing varied over devices
+        if self.primitive.name == "pvary":
             results = operands
         else:
             results = self.primitive.bind(*operands, **self.primitive.get_bind_params(self.params))

@@ -49,15 +49,10 @@ def attention(
         f"{call}(implementation=...)",
         f"must be None (the best one for the platform) or one of {names}",
         f"{implementation!r}",
+        "cuDNN is behind jax.nn.dot_product_attention only." if implementation == "cudnn" else "",
     )
-    check(
-        isinstance(deterministic, bool | np.bool_),
-        TypeError,
-        f"{call}(deterministic=...)",
-        "must be a Python bool, since it selects the program",
-        kind(deterministic),
-    )
-    q, k, v = _qkv(call, q, k, v)
+    flag(call, "deterministic", deterministic)
+    q, k, v = qkv(call, q, k, v)
     *batch, T, H, D = q.shape
     *_, t, h, d = v.shape
     scale_static, scale_traced = _scale(call, scale, D)
@@ -110,7 +105,19 @@ def _features(operands: Operands) -> str:
     return "masks" if jax.tree.leaves(masks) else ""
 
 
-def _qkv(call: str, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def flag(call: str, name: str, x: Any) -> None:
+    """Raises unless `x` is a bool."""
+    check(
+        isinstance(x, bool | np.bool_),
+        TypeError,
+        f"{call}({name}=...)",
+        "must be a Python bool, since it selects the program",
+        kind(x),
+    )
+
+
+def qkv(call: str, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v as arrays that belong together."""
     arrays = [as_array(f"{call}({name}=...)", x) for name, x in zip("qkv", (q, k, v))]
     for name, x in zip("qkv", arrays):
         check(

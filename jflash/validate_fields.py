@@ -138,13 +138,15 @@ def checked_sinks(where: Where, sinks: Any) -> jax.Array | None:
 
 
 def checked_mask(where: Where, mask: Any) -> masks.Mask | None:
-    if mask is None:
-        return None
+    return None if mask is None else _mask(where, as_mask(where.call, mask))
+
+
+def as_mask(call: str, mask: Any) -> masks.Mask:
+    """`mask`, a boolean array as `Dense`."""
     try:
-        mask = masks.as_mask(mask)
+        return masks.as_mask(mask)
     except TypeError as error:
-        raise TypeError(f"`{where.call}(mask=...)`: {error}") from None
-    return _mask(where, mask)
+        raise TypeError(f"`{call}(mask=...)`: {error}") from None
 
 
 def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
@@ -155,12 +157,16 @@ def _mask(where: Where, mask: masks.Mask) -> masks.Mask:
             return type(mask)(_mask(where, mask.a), _mask(where, mask.b))
         case masks.Not():
             return masks.Not(_mask(where, mask.a))
+        case masks.InSequence():  # from `packing`, which has checked its fields
+            return masks.InSequence(_mask(where, mask.a), mask.q_start, mask.k_start)
+        case masks.Moved():
+            return masks.Moved(_mask(where, mask.a), mask.by)
         case masks.Causal():
             return mask
         case masks.Window():
             return masks.Window(
-                _window_bound(argument, "left", mask.left),
-                _window_bound(argument, "right", mask.right),
+                window_bound(argument, "left", mask.left),
+                window_bound(argument, "right", mask.right),
             )
         case masks.Segments():
             q_ids = _per_token(where, f"{argument[:-6]}(q_ids=...))", mask.q_ids, "T", p.T)
@@ -205,7 +211,8 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
-def _window_bound(argument: str, side: str, x: Any) -> Any:
+def window_bound(argument: str, side: str, x: Any) -> Any:
+    """A bound of `Window`: None, an int or int32 of shape ()."""
     if x is None:
         return None
     rule = "must be None (open) or an integer of at least 0 (0 is a real bound)"

@@ -260,7 +260,7 @@ class _Layout:
     def visible(self, at: At) -> jax.Array:
         """Where a pair takes part; broadcasts to [*batch, h, group, block_q, block_k]."""
         pairs = self.pairs_at(at)
-        visible = jnp.broadcast_to(pairs.k_row < self.problem.t, (1, 1, 1, pairs.k_row.size))
+        visible = pairs.k_row < self.problem.t
         if self.mask is not None:
             cut = lambda y: self.cut(y, "hgqk", at)
             visible &= self.mask.map(head=cut, query=cut, key=cut, pair=cut)(pairs)

@@ -46,8 +46,14 @@ def philox(counter: tuple, key: tuple, rounds: int = 10) -> tuple:
     return c0, c1, c2, c3
 
 
-def random_bits(key: tuple, at: Pairs, q_offset: Any, k_offset: Any) -> jax.Array:
-    """Uniform uint32 of each pair: a function of the key, the heads' index and the rows alone.
+def words(key: tuple, b: Any, h: Any, row: Any, side: str) -> tuple:
+    """Two random uint32 words of each row of one `side`, "q" or "k", in each batch entry and head."""
+    u32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
+    return philox((u32(row), u32(h), u32(b), jnp.uint32("qk".index(side))), key)[:2]
+
+
+def mix(q_words: tuple, k_words: tuple) -> jax.Array:
+    """Uniform uint32 of each pair, from the `words` of its rows, which broadcast to the pairs.
 
     A full Philox would be the dearest part of a tile. So rows and columns go through Philox, each
     for itself (in a tile of 128 x 128, 256 evaluations), and a pair mixes the words of its row
@@ -55,10 +61,7 @@ def random_bits(key: tuple, at: Pairs, q_offset: Any, k_offset: Any) -> jax.Arra
     between them, keeps the four corners of a rectangle of pairs from being dependent, as the
     exclusive or of one word each would leave them.
     """
-    u32 = lambda x: jnp.asarray(x).astype(jnp.uint32)
-    b, h = u32(at.b), u32(at.h)
-    q0, q1, *_ = philox((u32(at.q_row) + u32(q_offset), h, b, jnp.uint32(0)), key)
-    k0, k1, *_ = philox((u32(at.k_row) + u32(k_offset), h, b, jnp.uint32(1)), key)
+    (q0, q1), (k0, k1) = q_words, k_words
     x = q0 ^ k0
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) + (q1 ^ k1)
@@ -66,6 +69,13 @@ def random_bits(key: tuple, at: Pairs, q_offset: Any, k_offset: Any) -> jax.Arra
     return x ^ (x >> 16)
 
 
+def kept(rate: float, bits: jax.Array) -> jax.Array:
+    """True where dropout keeps a pair with these bits: with probability 1 - rate, to a multiple of 2^-32."""
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
 def keep(rate: float, key: tuple, at: Pairs, q_offset: Any = 0, k_offset: Any = 0) -> jax.Array:
-    """True where dropout keeps a pair: with probability 1 - rate, to a multiple of 2^-32."""
-    return random_bits(key, at, q_offset, k_offset) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    """True where dropout keeps a pair: a function of the key, the heads' index and the rows alone."""
+    q_words = words(key, at.b, at.h, at.q_row + q_offset, "q")
+    k_words = words(key, at.b, at.h, at.k_row + k_offset, "k")
+    return kept(rate, mix(q_words, k_words))

@@ -17,7 +17,7 @@ from jax import lax
 from . import pairs as pair_functions
 from .extras import fields
 from .pairs import Pairs
-from .problem import Operands, Problem
+from .problem import Operands, Problem, batch_index, head_index
 
 LOG2E = math.log2(math.e)
 
@@ -108,8 +108,25 @@ class Tile:
         rate, o = self.problem.dropout_rate, self.operands
         if rate in (0, 1):
             return jnp.zeros_like(p) if rate else p
-        bits = pair_functions.keep(rate, o.dropout, self.pairs, *(o.row_offsets or (0, 0)))
-        return jnp.where(bits, p, 0)
+        return jnp.where(pair_functions.kept(rate, pair_functions.mix(*o.dropout)), p, 0)
+
+
+def with_words(problem: Problem, operands: Operands) -> Operands:
+    """The operands as kernels want them: the random words of rows in place of dropout's key.
+
+    ((two of [*batch, H, T]), (two of [*batch, H, t])): 16 bytes a token and head, and no kernel that
+    takes seconds to compile ten rounds of Philox.
+    """
+    if operands.dropout is None:
+        return operands
+    key = operands.dropout[0], operands.dropout[1]
+    b = batch_index(problem, operands)[..., None, None]
+    h = head_index(problem, operands)[:, None]
+    offsets = operands.row_offsets or (0, 0)
+    row = lambda n, offset: jnp.arange(n, dtype=jnp.int32) + offset
+    of = lambda n, offset, side: pair_functions.words(key, b, h, row(n, offset), side)
+    both = of(problem.T, offsets[0], "q"), of(problem.t, offsets[1], "k")
+    return dataclasses.replace(operands, dropout=both, row_offsets=None)
 
 
 def keep_scale(problem: Problem) -> float:
@@ -181,12 +198,9 @@ def rows(problem: Problem, refs: Operands, place: Place, side: str, load: Callab
         q_row=None,
         k_row=None,
     )._replace(**{side: position, f"{side}_row": row})
-    scalar = lambda ref: None if ref is None else load(ref, (0,))
     operands = dataclasses.replace(
         _load_side(refs, place, side, True, _bias_is_alone(refs, side), load),
         scale=None if refs.scale is None else load(refs.scale, (0,)).astype(jnp.float32),
-        dropout=None if refs.dropout is None else (load(refs.dropout, (0,)), load(refs.dropout, (1,))),
-        row_offsets=refs.row_offsets and tuple(map(scalar, refs.row_offsets)),
     )
     return Rows(problem, refs, operands, pairs, place, side, load)
 
@@ -209,7 +223,12 @@ def _load_side(
     if with_bias and bias is not None:
         bias = at("hqk")(bias)
     mask = None if operands.mask is None else view(operands.mask)
-    return dataclasses.replace(operands, bias=bias, mods=tuple(map(view, operands.mods)), mask=mask)
+    words = operands.dropout
+    if words is not None:
+        mine = tuple(map(at("h" + side), words["qk".index(side)]))
+        words = (mine, words[1]) if side == "q" else (words[0], mine)
+    mods = tuple(map(view, operands.mods))
+    return dataclasses.replace(operands, bias=bias, mods=mods, mask=mask, dropout=words)
 
 
 def _coordinates(problem: Problem, operands: Operands, place: Place, side: str, load: Callable) -> tuple:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflash import Alibi, Causal, Dense, Function, Prefix, Segments, SoftCap, Window
+from jflash.masks import Moved
 
 
 class Shape(NamedTuple):
@@ -192,6 +193,9 @@ MASKS = {
     "window huge": _static(Window(2**31 - 1, 0), lambda at: at.k <= at.q),
     "window traced": _traced_window(9, 2, lambda at: (at.q - at.k <= 9) & (at.k - at.q <= 2)),
     "window traced huge": _traced_window(2**31 - 1, 2**31 - 1, lambda at: np.bool_(True)),
+    "moved": _static(
+        Moved(Window(3, 1) & Causal(), -7), lambda at: (at.q + 7 - at.k <= 3) & (at.k <= at.q + 7)
+    ),
     "segments": _SORTED,
     "segments unsorted": _UNSORTED,
     "segments padded": _PADDED,

@@ -63,7 +63,9 @@ class Examples(doctest.DocTestRunner):
 
 
 def test_public_functions_have_an_example():
-    functions = [jflash.attention, jflash.attention_with_lse, jflash.explain]
+    functions = [jflash.attention, jflash.attention_with_lse, jflash.dot_product_attention, jflash.explain]
+    functions += [jflash.varlen_attention, jflash.varlen_attention_with_lse, jflash.alibi_slopes]
+    functions += [jflash.pack, jflash.unpack, jflash.segment_ids, jflash.segment_positions]
     missing = [f.__name__ for f in functions if ">>>" not in f.__doc__]
     assert not missing
 
@@ -144,11 +146,13 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 def test_flax_is_loaded_on_request():
     if not has_flax():
-        with pytest.raises(ModuleNotFoundError, match="flax"):
-            importlib.import_module("jflash.nnx")
+        for name in NEED_FLAX:
+            with pytest.raises(ModuleNotFoundError, match="flax"):
+                importlib.import_module(name)
         return
-    code = "import sys, jflash; jflash.nnx.FlashMultiHeadAttention; print('flax' in sys.modules)"
-    assert in_a_fresh_process(code) == "True\n"
+    code = "import sys, jflash; jflash.NAME.FlashMultiHeadAttention; print('flax' in sys.modules)"
+    for name in ("nnx", "linen"):
+        assert in_a_fresh_process(code.replace("NAME", name)) == "True\n"
 
 
 def test_a_name_that_does_not_exist():

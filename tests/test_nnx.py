@@ -2,15 +2,24 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
 
 import jflash
-import jflash.nnx as layers
+import jflash.heads as heads
 from jflash import Causal, Segments, Window
 from jflash.nnx import FlashMultiHeadAttention
 from jflash.rotary import Rotary
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Half of the time: what is compared here does not depend on XLA's optimisations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def normal(*shape, seed=0):
@@ -352,7 +361,7 @@ def test_mixed_precision(monkeypatch):
         seen.extend([q.dtype, k.dtype, v.dtype])
         return jflash.attention(q, k, v, *args, **kwargs)
 
-    monkeypatch.setattr(layers, "attention", attention)
+    monkeypatch.setattr(heads, "attention", attention)
     settings = dict(use_bias=True, rotary=Rotary(), rngs=nnx.Rngs(0))
     mixed = FlashMultiHeadAttention(32, 4, dtype=jnp.bfloat16, **settings)
     full = FlashMultiHeadAttention(32, 4, **settings)
@@ -378,7 +387,7 @@ def test_param_dtype():
 
 def test_precision_and_implementation_reach_attention(monkeypatch):
     seen = {}
-    monkeypatch.setattr(layers, "attention", lambda q, *_, **kwargs: seen.update(kwargs) or q)
+    monkeypatch.setattr(heads, "attention", lambda q, *_, **kwargs: seen.update(kwargs) or q)
     FlashMultiHeadAttention(16, 2, precision="highest", implementation="reference", rngs=nnx.Rngs(0))(
         normal(1, 3, 16)
     )
@@ -498,3 +507,190 @@ def test_inputs_of_other_features():
         call(layer, normal(1, 3, 12), normal(1, 3, 8))
     with pytest.raises(ValueError, match=r"x_kv must have 8 channels.*Without x_kv"):
         call(layer, normal(1, 3, 16))
+
+
+def settings_of(qk_norm):
+    return dict(
+        num_kv_heads=2, rotary=Rotary(dim=2), alibi=True, softcap=2.0, use_sinks=True, qk_norm=qk_norm
+    )
+
+
+def with_random_parameters(layer):
+    params = nnx.state(layer, nnx.Param)
+    leaves, tree = jax.tree.flatten(params)
+    random = [x + normal(*x.shape, seed=50 + n) / 4 for n, x in enumerate(leaves)]
+    nnx.update(layer, jax.tree.unflatten(tree, random))
+    return layer
+
+
+@pytest.mark.parametrize("qk_norm", ["layer", "rms"])
+def test_norms_slopes_cap_and_sinks(qk_norm):
+    layer = with_random_parameters(
+        FlashMultiHeadAttention(24, 4, **settings_of(qk_norm), use_bias=True, rngs=nnx.Rngs(0))
+    )
+    x, params, T = normal(2, 7, 24), parameters(layer), np.arange(7)
+
+    def normed(x, scale):
+        x = x - x.mean(-1, keepdims=True) if qk_norm == "layer" else x
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def by_hand(params, x):
+        q, k, v = (
+            jnp.einsum("btf,fhd->bthd", x, params[name]["kernel"]) + params[name]["bias"]
+            for name in ("query", "key", "value")
+        )
+        q, k = normed(q, params["query_ln"]["scale"]), normed(k, params["key_ln"]["scale"])
+        q, k = (turned(y, T, layer.rotary) for y in (q, k))
+        s = jnp.einsum("bthd,bshd->bhts", q, k.repeat(2, 2)) / math.sqrt(6)
+        slopes = jnp.array([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0])[:, None, None]
+        s = 2 * jnp.tanh((s - slopes * abs(T[:, None] - T)) / 2)
+        s = jnp.where(causal(7, 7), s, -jnp.inf)
+        sinks = jnp.broadcast_to(params["sinks"][:, None, None], (2, 4, 7, 1))
+        p = jax.nn.softmax(jnp.concatenate([s, sinks], -1))[..., :-1]
+        out = jnp.einsum("bhts,bshd->bthd", p, v.repeat(2, 2))
+        return jnp.einsum("bthd,hdo->bto", out, params["out"]["kernel"]) + params["out"]["bias"]
+
+    graph, state = nnx.split(layer)
+    w = normal(2, 7, 24, seed=1)
+
+    def run(forward, params):
+        value = lambda params, x: (forward(params, x) * w).sum()
+        return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
+
+    value, (d_params, dx) = run(lambda p, x: nnx.merge(graph, p)(x, mask=Causal()), state)
+    want, (d_want, dx_want) = run(by_hand, params)
+    np.testing.assert_allclose(value, want, rtol=1e-4)
+    np.testing.assert_allclose(dx, dx_want, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), nnx.to_pure_dict(d_params), d_want)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(d_want))
+
+
+def test_normalised_queries_and_keys_are_those_of_flax():
+    settings = dict(use_bias=False, rngs=nnx.Rngs(3))
+    flax = with_random_parameters(nnx.MultiHeadAttention(4, 24, normalize_qk=True, decode=False, **settings))
+    layer = FlashMultiHeadAttention(24, 4, qk_norm="layer", rngs=nnx.Rngs(4))
+    nnx.update(layer, nnx.state(flax, nnx.Param))
+    x = normal(2, 7, 24)
+    np.testing.assert_allclose(call(layer, x), call(flax, x), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 7, (3, 1, 3), (7,)], ids=str)
+@pytest.mark.parametrize("mask", [None, Window(2, None)], ids=["causal", "window"])
+def test_decoding_equals_the_whole(chunks, mask):  # L11, F10
+    layer = FlashMultiHeadAttention(16, 4, **settings_of("rms"), rngs=nnx.Rngs(0))
+    x = normal(2, 7, 16)
+    whole = call(layer, x, mask=Causal() if mask is None else Causal() & mask)
+    layer.init_cache((2, 9, 16))
+    step = nnx.jit(lambda layer, x: layer(x, mask=mask, decode=True))
+    ends = np.cumsum(chunks)
+    outs = [step(layer, x[:, end - n : end]) for n, end in zip(chunks, ends)]
+    np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
+    assert layer.cache_index[...] == 7 and layer.cache_index.dtype == jnp.int32
+    assert layer.cached_key.shape == (2, 9, 2, 4) and (layer.cached_value[:, 7:] == 0).all()
+
+
+def test_what_the_unused_part_of_a_cache_holds_has_no_effect():  # N03
+    layer, x = FlashMultiHeadAttention(16, 4, rotary=Rotary(), rngs=nnx.Rngs(0)), normal(2, 4, 16)
+    whole = call(layer, x, mask=Causal())
+    layer.init_cache((2, 6, 16))
+    layer.cached_key[...] = layer.cached_value[...] = jnp.full((2, 6, 4, 4), jnp.nan)
+    np.testing.assert_allclose(layer(x, decode=True), whole, atol=1e-5)
+
+
+def test_decoding_under_x64():  # L11
+    layer, x = FlashMultiHeadAttention(16, 4, rotary=Rotary(), rngs=nnx.Rngs(0)), normal(2, 3, 16)
+    whole = call(layer, x, mask=Causal())
+    layer.init_cache((2, 3, 16))
+    graph, state = nnx.split(layer)
+    with jax.enable_x64(True):
+
+        def step(state, x):
+            layer = nnx.merge(graph, state)
+            out = layer(x[:, None], decode=True)
+            return nnx.state(layer), out[:, 0]
+
+        _, outs = jax.jit(lambda state, x: jax.lax.scan(step, state, x))(state, x.swapaxes(0, 1))
+        np.testing.assert_allclose(outs.swapaxes(0, 1), whole, atol=1e-5)
+
+
+def test_a_full_cache_raises_or_gives_nan():  # N07
+    layer, x = FlashMultiHeadAttention(16, 2, rngs=nnx.Rngs(0)), normal(1, 3, 16)
+    layer.init_cache((1, 4, 16))
+    layer(x, decode=True)
+    step = nnx.jit(lambda layer, x: layer(x, decode=True))
+    with pytest.raises(ValueError, match="the cache is full. Got 3 tokens for a cache of 4 that holds 3"):
+        layer(x, decode=True)
+    assert np.isfinite(step(layer, x[:, :1])).all()
+    assert np.isnan(step(layer, x[:, :1])).all()
+
+
+def test_views_make_and_use_a_cache():
+    layer, x = FlashMultiHeadAttention(16, 2, dropout_rate=0.5, rngs=nnx.Rngs(0)), normal(2, 4, 16)
+    view = nnx.view(layer, deterministic=True, decode=True, batch_size=2, max_length=4)
+    np.testing.assert_allclose(view(x), call(layer, x, mask=Causal(), deterministic=True), atol=1e-5)
+    assert view.cached_key.shape == (2, 4, 2, 8) and not layer.decode and layer.cached_key is None
+
+
+def test_refusals_of_decoding():
+    layer, x = FlashMultiHeadAttention(16, 2, decode=True, rngs=nnx.Rngs(0)), normal(1, 3, 16)
+    with pytest.raises(
+        ValueError, match=r"decode=True needs a cache. Got none; make one by layer.init_cache"
+    ):
+        layer(x)
+    layer.init_cache((1, 2, 16))
+    with pytest.raises(ValueError, match=r"must fit into the cache.*\(1, 3, 2, 8\).*\(1, 2, 2, 8\)"):
+        layer(x)
+    with pytest.raises(ValueError, match="must fit into the cache"):
+        layer(normal(2, 1, 16))
+    for name, value in dict(x_kv=x, positions=jnp.arange(3), k_positions=jnp.arange(3)).items():
+        with pytest.raises(ValueError, match=f"with decode=True there is no {name}"):
+            layer(x, **{name: value})
+    assert call(layer, x, decode=False).shape == x.shape
+
+
+def test_parameters_are_sharded_by_the_names_of_their_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    make = lambda: FlashMultiHeadAttention(
+        16,
+        4,
+        sharding=("data", "model", None),
+        use_bias=True,
+        use_sinks=True,
+        qk_norm="rms",
+        rngs=nnx.Rngs(0),
+    )
+    with jax.set_mesh(mesh):
+        layer = make()
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer)))
+        placed = jax.tree.map(lambda x: x.sharding.spec, parameters(layer))
+        abstract = nnx.eval_shape(make)
+    P = jax.P
+    assert specs["query"] == specs["value"] == dict(kernel=P("data", "model", None), bias=P("model", None))
+    assert specs["out"] == dict(kernel=P("model", None, "data"), bias=P("data"))
+    assert specs["sinks"] == P("model") and specs["key_ln"]["scale"] in (P(None), P())
+    assert placed["key"]["kernel"][:2] == ("data", "model") and placed["out"]["kernel"][0] == "model"
+    assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(abstract))) == specs
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (dict(qk_norm="batch"), r"qk_norm=...\)`: must be None, 'layer' .* Got 'batch'"),
+        (dict(sharding=("model",)), r"sharding=...\)`: needs one name or None .* Got \('model',\)"),
+        (dict(sharding="abc"), r"sharding=...\)`: .* Got 'abc'"),
+    ],
+)
+def test_settings_that_are_none(settings, words):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match=words):
+            FlashMultiHeadAttention(16, 2, **settings, rngs=nnx.Rngs(0))
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_slopes_of_any_number_of_heads():
+    assert jflash.alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    of_16 = 2.0 ** (-0.5 * np.arange(1, 17))
+    np.testing.assert_allclose(jflash.alibi_slopes(12), [*2.0 ** -np.arange(1.0, 9), *of_16[:8:2]], rtol=1e-6)
+    assert jflash.alibi_slopes(1).tolist() == [2.0**-8]

@@ -662,6 +662,17 @@ def test_weak_types_and_strict_promotion():
     assert not jax.typeof(out).weak_type and not jax.typeof(lse).weak_type
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_rank_promotion_may_be_an_error(small_blocks, implementation):
+    """As JAX's own tests have it, and users whose axes must match."""
+    extras = ("bias", "scale", "sinks", "slopes", "cap", "key")
+    call = functools.partial(attention, implementation=implementation)
+    with jax.numpy_rank_promotion("raise"):
+        for names in ((), ("left", "ids"), ("ids",), ("prefix", "ids"), ("q_positions", *extras)):
+            x = operands(*names)
+            jax.eval_shape(functools.partial(answer, call=call), x, cotangents(x))
+
+
 def test_x64_keeps_float32_and_takes_float64():
     x = operands("bias", "scale", "ids", "left")
     W = cotangents(x)

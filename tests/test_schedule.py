@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import QUICK
+from programs import IMPLEMENTATIONS, ON_GPU, QUICK, TILES
 
 from jflash import (
     Causal,
@@ -21,11 +21,12 @@ from jflash import (
     Segments,
     Window,
     attention,
+    backends,
     grouped,
     schedule,
     validate,
-    xla,
 )
+from jflash.masks import Moved
 
 B, H = 2, 2
 DEFAULTS = {
@@ -80,6 +81,16 @@ def _prefix(i, j, rng):
     return Prefix(jnp.asarray(n)), (j < n[:, None])[:, None, None, :]
 
 
+def _moved(mask, matrix):
+    """Top-left aligned: the first query and the first key stand at the same position."""
+
+    def fn(i, j, rng):
+        by = j.size - i.size
+        return Moved(mask, by), matrix(i - by, j)
+
+    return fn
+
+
 def _combined(i, j, rng):
     segments, same = _segments("sorted")(i, j, rng)
     mask = (Causal() & segments & ~Window(2, 0)) | Prefix(3)
@@ -95,6 +106,8 @@ MASKS = {
     "window traced": _matrix(lambda i, j, _: (Window(jnp.int32(6), 0), (i - j <= 6) & (j <= i))),
     "window of all": _matrix(lambda i, j, _: (Window(2**31 - 1, 2**31 - 1), j == j)),
     "causal & window": _matrix(lambda i, j, _: (Causal() & Window(7, 9), (j <= i) & (i - j <= 7))),
+    "moved causal": _matrix(_moved(Causal(), lambda i, j: j <= i)),
+    "moved window": _matrix(_moved(Window(5, 3) & Window(None, 2), lambda i, j: (i - j <= 5) & (j - i <= 2))),
     "segments sorted": _matrix(_segments("sorted")),
     "segments": _matrix(_segments("any order")),
     "prefix": _matrix(_prefix),
@@ -159,7 +172,9 @@ def test_masks_and_schedules(name, lengths):
         assert_sound(plan, matrix, block_q, block_k, of)
 
 
-@pytest.mark.parametrize("name, form", [("causal", "arithmetic"), ("window traced", "arithmetic")])
+@pytest.mark.parametrize(
+    "name, form", [("causal", "arithmetic"), ("window traced", "arithmetic"), ("moved window", "arithmetic")]
+)
 def test_forms_of_masks_over_default_positions(name, form):
     mask, _ = MASKS[name](37, 37, np.random.default_rng(0))
     assert schedule.make(*problem_of(mask, 37, 37), 8, 8, "query").form == form
@@ -191,7 +206,10 @@ def test_positions_that_are_given_have_ranges():
         assert_sound(plan, matrix, 8, 4, of)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "window left", "window right", "causal & window"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "window", "window left", "window right", "causal & window", "moved causal", "moved window"],
+)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_arithmetic_is_exact(name, lengths):
     """No block without a visible pair is visited, and every full block is known to be one."""
@@ -249,44 +267,46 @@ def test_any_combination_is_sound(tree, lengths, seed):
 
 
 def poisoned(arrays, entry, blocks):
-    """Copies with NaN in these blocks of 8 rows of a batch entry."""
+    """Copies with NaN in these blocks of 16 rows of a batch entry."""
     arrays = [x.copy() for x in arrays]
     for x in arrays:
         for j in blocks:
-            x[entry, 8 * j : 8 * j + 8] = np.nan
+            x[entry, 16 * j : 16 * j + 16] = np.nan
     return arrays
 
 
 @pytest.mark.parametrize("name", ["window", "segments sorted", "combined", "prefix"])
-def test_empty_blocks_are_never_loaded(name):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_empty_blocks_are_never_loaded(implementation, name):
     """NaN in every block that a block of the other side does not visit has no effect on it.
 
     Forward in k and v, backward in q and the cotangent of out.
     """
-    T = t = 48
-    mask, _ = MASKS[name](T, t, np.random.default_rng(3))
-    problem, operands = problem_of(mask, T, t)
+    [row] = [row for row in backends.TABLE if row.name == implementation]
+    module, config = row.load(), TILES[implementation][0]  # of 16 x 16
+    mask, _ = MASKS[name](96, 96, np.random.default_rng(3))
+    problem, operands = problem_of(mask, 96, 96)
+    problem = dataclasses.replace(problem, interpret=not ON_GPU)
     rng = np.random.default_rng(4)
-    q, k, v, do = (rng.standard_normal((B, 48, H, 4)).astype(np.float32) for _ in range(4))
-    config = xla.Config(8, 8)
+    q, k, v, do = (rng.standard_normal((B, 96, H, 4)).astype(np.float32) for _ in range(4))
     plan = functools.partial(schedule.make, problem, operands)
     with_ = lambda q, k, v: dataclasses.replace(operands, q=q, k=k, v=v)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def forward(q, k, v, do):
-        return xla.forward(problem, with_(q, k, v), config, plan)
+        return module.forward(problem, with_(q, k, v), config, plan)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def backward(q, k, v, do):
         lse = jnp.where(lse_of_rows == -jnp.inf, jnp.inf, lse_of_rows)
-        grads = xla.backward(problem, with_(q, k, v), config, plan, lse, delta, do, frozenset())
+        grads = module.backward(problem, with_(q, k, v), config, plan, lse, delta, do, frozenset())
         return grads["k"], grads["v"]
 
     out, lse_of_rows = map(np.asarray, forward(q, k, v, do))
     delta = jnp.einsum("bTHd,bTHd->bHT", out, do)
     holes = 0
     for run, of in ((forward, "query"), (backward, "key")):
-        blocks = plan(8, 8, of)
+        blocks = plan(16, 16, of)
         clean = list(map(np.asarray, run(q, k, v, do)))
         for i, entry in itertools.product((0, 2, blocks.outer - 1), range(B)):
             unvisited = set(range(blocks.inner)) - {j for j, _ in visited(blocks, i, (entry,))}
@@ -298,6 +318,6 @@ def test_empty_blocks_are_never_loaded(name):
                 got = run(bad_q, k, v, bad_do)
             for x, y in zip(clean, map(np.asarray, got)):
                 x, y = (z[entry].T if z.ndim == 3 else z[entry] for z in (x, y))  # lse is [B, H, T]
-                rows = slice(8 * i, 8 * i + 8)
+                rows = slice(16 * i, 16 * i + 16)
                 np.testing.assert_array_equal(y[rows], x[rows])
     assert holes > 0

@@ -44,6 +44,7 @@ def backward(
     """
     extras = extra.wanted(operands, wanted)
     heads = (*problem.batch, problem.H)
+    words = tiles.with_words(problem, operands)
 
     def run(name: str, kernel: Callable, block: Block, of: str, over: Callable, outputs: dict) -> dict:
         schedule = plan(block.block_q, block.block_k, of)
@@ -52,7 +53,7 @@ def backward(
             problem,
             f"jflash_{name}",
             math.prod(over(schedule)),
-            (operands, do, lse, delta, schedule),
+            (words, do, lse, delta, schedule),
             outputs,
             block.num_warps,
             block.num_stages,

@@ -102,10 +102,8 @@ TABLES = {
 
 def unsupported(problem: Problem) -> str | None:
     if problem.platform not in ("cuda", "rocm") and not problem.interpret:
-        return (
-            f"it runs on NVIDIA and AMD GPUs, and this call is traced for {problem.platform} "
-            "(`with jflash.interpret():` runs it there, slowly)"
-        )
+        where = "it runs on NVIDIA and AMD GPUs, or slowly within jflash.interpret()"
+        return f"{where}, and this is for {problem.platform}"
     if problem.dtype == jnp.float64:
         return "it computes in float32, and the inputs are float64"
     if max(problem.D, problem.d) > 256:

@@ -42,6 +42,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [*batch, T, H, d], lse [*batch, H, T]), without sinks."""
     block = config.forward
+    operands = tiles.with_words(problem, operands)
     schedule = plan(block.block_q, block.block_k, "query")
     results = launch(
         lambda program, refs, outputs: _kernel(problem, config, program, *refs, outputs),
