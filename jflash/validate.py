@@ -75,6 +75,7 @@ def attention(
         architecture=architecture,
         interpret=interpreting(),
         masked=mask is not None,
+        features="",
         default_positions=q_positions is None and k_positions is None,
     )
     operands = Operands(q=q, k=k, v=v)
@@ -94,7 +95,14 @@ def attention(
         b=at[0] if dropout is not None else None,
         h=at[1] if dropout is not None else None,
     )
-    return problem, operands
+    return dataclasses.replace(problem, features=_features(operands)), operands
+
+
+def _features(operands: Operands) -> str:
+    if operands.bias is not None or operands.mods:
+        return "scores"
+    masks = operands.mask, operands.q_positions, operands.k_positions, operands.dropout
+    return "masks" if jax.tree.leaves(masks) else ""
 
 
 def flag(call: str, name: str, x: Any) -> None:

@@ -31,6 +31,7 @@ class Problem:
     architecture: str  # of the GPU: "sm_90", "gfx942"; "" if not known or none
     interpret: bool  # whether kernels run in Pallas's interpret mode
     masked: bool  # whether there is a mask
+    features: str  # "scores": a bias or modifiers; else "masks": arrays of masks, positions, dropout; else ""
     default_positions: bool  # query row i stands at i + t - T, key row j at j
 
     @property
