@@ -42,11 +42,16 @@ def _tiles(forward: tuple, dkv: tuple, dq: tuple, frozen_maximum: bool = False) 
 # `make test-aot` compiles calls of each kind for each card, and docs/backends.md has its table. Of
 # those that pass, the H200's were measured (T 16384, bfloat16); of the others the largest were taken.
 
-# Scores are q·k times a number, and masks compute with positions alone.
+# Scores are q·k times a number, and masks compute with positions alone; FULL: there is no mask.
 HOPPER = {
-    64: _tiles((128, 64, 4, 3), (64, 64, 8, 2), (128, 64, 4, 3), frozen_maximum=True),
-    128: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
-    256: _tiles((128, 64, 8, 2), (64, 32, 8, 1), (64, 64, 8, 2)),
+    64: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 32, 8, 3), (128, 32, 8, 2), (128, 32, 8, 3), frozen_maximum=True),
+}
+HOPPER_FULL = {
+    64: _tiles((128, 64, 4, 3), (32, 128, 4, 3), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((128, 64, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
 }
 AMPERE = {
     64: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 2), frozen_maximum=True),
@@ -60,8 +65,8 @@ CDNA = {
 }
 # Masks, positions or dropout bring arrays.
 HOPPER_MASKED = {
-    64: _tiles((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
-    128: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
+    64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), frozen_maximum=True),
     256: _tiles((64, 64, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
 AMPERE_MASKED = {
@@ -91,12 +96,12 @@ ADA = AMPERE | {256: NVIDIA_SCORES[256]}
 ADA_MASKED = AMPERE_MASKED | {256: NVIDIA_SCORES[256]}
 # By architecture, then by `Problem.features`.
 TABLES = {
-    "sm_80": {"": AMPERE, "masks": AMPERE_MASKED, "scores": NVIDIA_SCORES},
-    "sm_86": {"": ADA, "masks": ADA_MASKED, "scores": NVIDIA_SCORES},
-    "sm_89": {"": ADA, "masks": ADA_MASKED, "scores": NVIDIA_SCORES},
-    "sm_90": {"": HOPPER, "masks": HOPPER_MASKED, "scores": NVIDIA_SCORES},
-    "gfx90a": {"": CDNA, "masks": CDNA, "scores": CDNA_SCORES},
-    "gfx942": {"": CDNA, "masks": CDNA, "scores": CDNA_SCORES},
+    "sm_80": dict(none=AMPERE, positions=AMPERE, data=AMPERE_MASKED, scores=NVIDIA_SCORES),
+    "sm_86": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_89": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_90": dict(none=HOPPER_FULL, positions=HOPPER, data=HOPPER_MASKED, scores=NVIDIA_SCORES),
+    "gfx90a": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
+    "gfx942": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
 }
 
 
