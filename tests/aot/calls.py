@@ -28,9 +28,13 @@ class Call:
     h: int = 2  # of 2 heads of queries
 
     @property
-    def plain(self) -> bool:
-        """Whether scores are q·k times a number, and nothing is dropped."""
-        return not (self.bias or self.mods or self.dropout)
+    def kind(self) -> str:
+        """Which tiles it gets: see pallas_kernels/triton/config.py."""
+        if self.dtype == jnp.float32:
+            return "float32"
+        if self.bias or self.mods:
+            return "scores"
+        return "masks" if self.segments or self.dropout else "plain"
 
     def __str__(self) -> str:
         return f"D {self.D}, {jnp.dtype(self.dtype).name}, {self.name}"
