@@ -23,7 +23,6 @@ from unittest import mock
 import calls
 import executables
 import jax
-import jax.numpy as jnp
 import targets
 
 import pallas_kernels.triton

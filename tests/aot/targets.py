@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or CUDA's plugin stops where cuPTI and cuDNN are missing
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA's plugin stops where cuPTI is missing
 jax.config.update("jax_platforms", "cpu")
 
 
