@@ -32,13 +32,26 @@ class Row:
     module: str
     automatic: bool
     summary: str
+    platforms: tuple[str, ...] = ()  # where it runs, if not everywhere; elsewhere it is not even loaded
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
+    def unsupported(self, problem: Problem) -> str | None:
+        if self.platforms and problem.platform not in self.platforms and not problem.interpret:
+            where = f"it runs on {' and '.join(self.platforms)}, or slowly within jflash.interpret()"
+            return f"{where}, and this is for {problem.platform}"
+        return self.load().unsupported(problem)
+
 
 TABLE = (
-    Row("triton", "pallas_kernels.triton", True, "Pallas kernels for NVIDIA and AMD GPUs, linear memory"),
+    Row(
+        "triton",
+        "pallas_kernels.triton",
+        True,
+        "Pallas kernels for NVIDIA and AMD GPUs, linear memory",
+        ("cuda", "rocm"),
+    ),
     Row("xla", "jflash.xla", True, "loops of XLA operations, linear memory, any platform"),
     Row("reference", "jflash.reference", False, "dense, T·t memory: never chosen by itself"),
 )
@@ -117,7 +130,7 @@ def choose(problem: Problem, implementation: str | None) -> tuple[Row, dict[str,
     why_not = {}
     chosen = None
     for row in TABLE:
-        reason = row.load().unsupported(problem)
+        reason = row.unsupported(problem)
         if implementation is not None and row.name != implementation:
             reason = f"implementation={implementation!r} was asked for"
         elif implementation is None and not row.automatic:

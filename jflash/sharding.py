@@ -41,6 +41,14 @@ def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -
     return local(*leaves)
 
 
+def replicated(x: jax.Array) -> jax.Array:
+    """`x`, whole on each device if its type shards it."""
+    sharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 

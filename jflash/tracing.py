@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from .checks import check
 from .fields import elementwise
-from .sharding import vary_alike
+from .sharding import replicated, vary_alike
 
 
 class Slot(NamedTuple):
@@ -108,10 +108,11 @@ def _split(fn: Callable, closed: Any, names: str, at: tuple, refuse: Callable) -
     needed = list(dict.fromkeys(x for x in needed if isinstance(x, Slot) and x in depends))
 
     b, h = at
+    constants = [replicated(jnp.asarray(c)) for c in closed.consts]
 
     def value(slot):
         def of_one(b, h):
-            values = dict(zip(consts, map(jnp.asarray, closed.consts))) | {slots["b"]: b, slots["h"]: h}
+            values = dict(zip(consts, constants)) | {slots["b"]: b, slots["h"]: h}
             for step in early:
                 step.run(values)
             return values[slot]

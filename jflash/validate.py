@@ -75,7 +75,7 @@ def attention(
         architecture=architecture,
         interpret=interpreting(),
         masked=mask is not None,
-        features="",
+        features="none",
         default_positions=q_positions is None and k_positions is None,
     )
     operands = Operands(q=q, k=k, v=v)
@@ -101,8 +101,10 @@ def attention(
 def _features(operands: Operands) -> str:
     if operands.bias is not None or operands.mods:
         return "scores"
-    masks = operands.mask, operands.q_positions, operands.k_positions, operands.dropout
-    return "masks" if jax.tree.leaves(masks) else ""
+    arrays = operands.mask, operands.q_positions, operands.k_positions, operands.dropout
+    if jax.tree.leaves(arrays):
+        return "data"
+    return "none" if operands.mask is None else "positions"
 
 
 def flag(call: str, name: str, x: Any) -> None:

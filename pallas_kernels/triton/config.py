@@ -42,11 +42,16 @@ def _tiles(forward: tuple, dkv: tuple, dq: tuple, frozen_maximum: bool = False) 
 # `make test-aot` compiles calls of each kind for each card, and docs/backends.md has its table. Of
 # those that pass, the H200's were measured (T 16384, bfloat16); of the others the largest were taken.
 
-# Scores are q·k times a number, and masks compute with positions alone.
+# Scores are q·k times a number, and masks compute with positions alone; FULL: there is no mask.
 HOPPER = {
-    64: _tiles((128, 64, 4, 3), (64, 64, 8, 2), (128, 64, 4, 3), frozen_maximum=True),
-    128: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
-    256: _tiles((128, 64, 8, 2), (64, 32, 8, 1), (64, 64, 8, 2)),
+    64: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 32, 8, 3), (128, 32, 8, 2), (128, 32, 8, 3), frozen_maximum=True),
+}
+HOPPER_FULL = {
+    64: _tiles((128, 64, 4, 3), (32, 128, 4, 3), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((128, 64, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
 }
 AMPERE = {
     64: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 2), frozen_maximum=True),
@@ -60,8 +65,8 @@ CDNA = {
 }
 # Masks, positions or dropout bring arrays.
 HOPPER_MASKED = {
-    64: _tiles((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
-    128: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 3), frozen_maximum=True),
+    64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), frozen_maximum=True),
     256: _tiles((64, 64, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
 AMPERE_MASKED = {
@@ -94,21 +99,18 @@ CDNA_FLOAT32 = {
 # 99 KiB of shared memory instead of 163: too little for the last.
 ADA = AMPERE | {256: NVIDIA_SCORES[256]}
 ADA_MASKED = AMPERE_MASKED | {256: NVIDIA_SCORES[256]}
-# By architecture: what `Problem.features` calls "", "masks" and "scores".
+# By architecture, then by `Problem.features`.
 TABLES = {
-    "sm_80": (AMPERE, AMPERE_MASKED, NVIDIA_SCORES),
-    "sm_86": (ADA, ADA_MASKED, NVIDIA_SCORES),
-    "sm_89": (ADA, ADA_MASKED, NVIDIA_SCORES),
-    "sm_90": (HOPPER, HOPPER_MASKED, NVIDIA_SCORES),
-    "gfx90a": (CDNA, CDNA, CDNA_SCORES),
-    "gfx942": (CDNA, CDNA, CDNA_SCORES),
+    "sm_80": dict(none=AMPERE, positions=AMPERE, data=AMPERE_MASKED, scores=NVIDIA_SCORES),
+    "sm_86": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_89": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_90": dict(none=HOPPER_FULL, positions=HOPPER, data=HOPPER_MASKED, scores=NVIDIA_SCORES),
+    "gfx90a": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
+    "gfx942": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
 }
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.platform not in ("cuda", "rocm") and not problem.interpret:
-        where = "it runs on NVIDIA and AMD GPUs, or slowly within jflash.interpret()"
-        return f"{where}, and this is for {problem.platform}"
     if problem.dtype == jnp.float64:
         return "it computes in float32, and the inputs are float64"
     if max(problem.D, problem.d) > 256:
@@ -121,7 +123,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def default_config(problem: Problem) -> Config:
     if problem.architecture in TABLES and problem.dtype != jnp.float32:
-        table = TABLES[problem.architecture][("", "masks", "scores").index(problem.features)]
+        table = TABLES[problem.architecture][problem.features]
     else:  # what fits in float32 does in 16 bits, on most cards
         table = CDNA_FLOAT32 if problem.platform == "rocm" else NVIDIA_FLOAT32
     return table[next(size for size in table if max(problem.D, problem.d) <= size)]

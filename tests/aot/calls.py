@@ -29,12 +29,14 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """Which tiles it gets: see pallas_kernels/triton/config.py."""
+        """Which tiles it gets: as `Problem.features`, but for float32."""
         if self.dtype == jnp.float32:
             return "float32"
         if self.bias or self.mods:
             return "scores"
-        return "masks" if self.segments or self.dropout else "plain"
+        if self.segments or self.dropout:
+            return "data"
+        return "positions" if self.causal else "none"
 
     def __str__(self) -> str:
         return f"D {self.D}, {jnp.dtype(self.dtype).name}, {self.name}"
