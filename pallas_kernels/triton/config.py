@@ -59,7 +59,7 @@ AMPERE = {
     256: _tiles((64, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1)),
 }
 CDNA = {
-    64: _tiles((128, 64, 4, 1), (64, 64, 4, 1), (128, 64, 4, 1), frozen_maximum=True),
+    64: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), frozen_maximum=True),
     128: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), frozen_maximum=True),
     256: _tiles((64, 64, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
 }
@@ -76,20 +76,25 @@ AMPERE_MASKED = {
 }
 # There is a bias, or scores are modified.
 NVIDIA_SCORES = {
-    64: _tiles((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
-    128: _tiles((64, 64, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
-    256: _tiles((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    64: _tiles((64, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    128: _tiles((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    256: _tiles((64, 32, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1)),
 }
 CDNA_SCORES = {
     64: _tiles((64, 64, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1)),
     128: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     256: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
 }
-# Products in float32, without tensor cores; and what is not known.
-SMALL = {
+# Products in float32, without tensor cores.
+NVIDIA_FLOAT32 = {
+    64: _tiles((16, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    128: _tiles((16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    256: _tiles((16, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
+}
+CDNA_FLOAT32 = {
     64: _tiles((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-    128: _tiles((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-    256: _tiles((32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    128: _tiles((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    256: _tiles((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 # 99 KiB of shared memory instead of 163: too little for the last.
 ADA = AMPERE | {256: NVIDIA_SCORES[256]}
@@ -117,9 +122,10 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def default_config(problem: Problem) -> Config:
-    table = TABLES.get(problem.architecture, {}).get(problem.features, SMALL)
-    if problem.dtype == jnp.float32:
-        table = SMALL
+    if problem.architecture in TABLES and problem.dtype != jnp.float32:
+        table = TABLES[problem.architecture][problem.features]
+    else:  # what fits in float32 does in 16 bits, on most cards
+        table = CDNA_FLOAT32 if problem.platform == "rocm" else NVIDIA_FLOAT32
     return table[next(size for size in table if max(problem.D, problem.d) <= size)]
 
 

@@ -28,9 +28,15 @@ class Call:
     h: int = 2  # of 2 heads of queries
 
     @property
-    def plain(self) -> bool:
-        """Whether scores are q·k times a number, and nothing is dropped."""
-        return not (self.bias or self.mods or self.dropout)
+    def kind(self) -> str:
+        """Which tiles it gets: as `Problem.features`, but for float32."""
+        if self.dtype == jnp.float32:
+            return "float32"
+        if self.bias or self.mods:
+            return "scores"
+        if self.segments or self.dropout:
+            return "data"
+        return "positions" if self.causal else "none"
 
     def __str__(self) -> str:
         return f"D {self.D}, {jnp.dtype(self.dtype).name}, {self.name}"

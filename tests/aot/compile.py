@@ -23,7 +23,6 @@ from unittest import mock
 import calls
 import executables
 import jax
-import jax.numpy as jnp
 import targets
 
 import pallas_kernels.triton
@@ -123,7 +122,8 @@ def compiled(target: targets.Target, mesh, call: calls.Call) -> tuple[list[Use],
     spy = lambda problem: configs.append(default(problem)) or configs[-1]
     try:
         with mock.patch.object(pallas_kernels.triton, "default_config", spy):
-            program = targets.compile_for(mesh, *calls.program(call))
+            run, shapes = calls.program(call)
+            program = targets.compile_for(mesh, run, *shapes)
         kernels = executables.kernels(program, PREFIX)
     except Exception as error:  # of any kind: the compiler's, Pallas's, a bug
         return [], [f"{type(error).__name__}: {str(error)[:2000]}"]
@@ -145,13 +145,8 @@ def compiled(target: targets.Target, mesh, call: calls.Call) -> tuple[list[Use],
 
 def table(name: str, uses: list[Use]) -> Iterator[str]:
     """Markdown: by kind of call and head size, for each kernel the most that a call uses."""
-    kinds = {
-        "plain": lambda call: call.dtype != jnp.float32 and call.plain,
-        "other": lambda call: call.dtype != jnp.float32 and not call.plain,
-        "float32": lambda call: call.dtype == jnp.float32,
-    }
-    for kind, takes in kinds.items():
-        of_kind = [use for use in uses if takes(use.call)]
+    for kind in dict.fromkeys(use.call.kind for use in uses):
+        of_kind = [use for use in uses if use.call.kind == kind]
         for D in sorted({use.call.D for use in of_kind}):
             cells = []
             for kernel in KERNELS:

@@ -14,14 +14,12 @@ import subprocess
 import tempfile
 from collections import defaultdict
 
-# Read when JAX is imported. CUDA's plugin otherwise stops where cuPTI and cuDNN are missing.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the plugins report that they find no card
-
 import jax
 import numpy as np
 from jax.experimental import topologies
+
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # CUDA's plugin stops where cuPTI is missing
+jax.config.update("jax_platforms", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
