@@ -38,7 +38,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 VOCABULARY = 256
-IMPLEMENTATIONS = {"jflash": None, "reference": "reference"}  # "reference" is dense attention
+# "jflash" is the best one for the platform, "reference" dense attention.
+IMPLEMENTATIONS = {"jflash": None, "xla": "xla", "reference": "reference"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +338,7 @@ def parse(argv):
     """Returns the command line as a namespace, with `config` built from preset and flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--attention", default="jflash", help="jflash, reference (dense), or both")
+    parser.add_argument("--attention", default="jflash", help="of jflash, xla and reference (dense), by commas")
     parser.add_argument("--compare", action="store_true", help="is --attention jflash,reference")
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the computation")
@@ -345,7 +346,7 @@ def parse(argv):
     parser.add_argument("--out", type=Path, help="output folder (default: out/train_gpt/PRESET)")
     parser.add_argument("--fresh", action="store_true", help="start over; deletes what it resumes")
     args = parser.parse_args(argv)
-    args.attention = list(IMPLEMENTATIONS) if args.compare else args.attention.split(",")
+    args.attention = ["jflash", "reference"] if args.compare else args.attention.split(",")
     if unknown := set(args.attention) - set(IMPLEMENTATIONS):
         parser.error(f"--attention: {', '.join(unknown)} is none of {', '.join(IMPLEMENTATIONS)}")
     args.out = args.out or Path("out/train_gpt", args.preset)

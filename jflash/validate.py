@@ -75,6 +75,7 @@ def attention(
         architecture=architecture,
         interpret=interpreting(),
         masked=mask is not None,
+        features="none",
         default_positions=q_positions is None and k_positions is None,
     )
     operands = Operands(q=q, k=k, v=v)
@@ -94,7 +95,16 @@ def attention(
         b=at[0] if dropout is not None else None,
         h=at[1] if dropout is not None else None,
     )
-    return problem, operands
+    return dataclasses.replace(problem, features=_features(operands)), operands
+
+
+def _features(operands: Operands) -> str:
+    if operands.bias is not None or operands.mods:
+        return "scores"
+    arrays = operands.mask, operands.q_positions, operands.k_positions, operands.dropout
+    if jax.tree.leaves(arrays):
+        return "data"
+    return "none" if operands.mask is None else "positions"
 
 
 def flag(call: str, name: str, x: Any) -> None:

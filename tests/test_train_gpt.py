@@ -164,7 +164,7 @@ def test_attention_flag(flags, names):
     for name in names:
         config = train_gpt.Config(**MICRO, attention=name)
         block = nnx.eval_shape(lambda config=config: train_gpt.Block(config, nnx.Rngs(0)))
-        assert block.attention.implementation == {"jflash": None, "reference": "reference"}[name]
+        assert block.attention.implementation == train_gpt.IMPLEMENTATIONS[name]
 
 
 def test_attention_flag_refuses_other_names(capsys):

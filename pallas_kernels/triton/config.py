@@ -1,6 +1,7 @@
 """Which calls the kernels take, and with which tiles."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 
@@ -33,11 +34,79 @@ class Config:
     frozen_maximum: bool = False  # of the forward kernel's: see its docstring
 
 
-# By the largest head size that they serve: measured on an H200 (T 16384, bfloat16; docs/backends.md).
+def _tiles(forward: tuple, dkv: tuple, dq: tuple, frozen_maximum: bool = False) -> Config:
+    return Config(Block(*forward), Block(*dkv), Block(*dq), frozen_maximum)
+
+
+# Tiles by the largest head size that they serve. No kernel spills registers or lacks shared memory:
+# `make test-aot` compiles calls of each kind for each card, and docs/backends.md has its table. Of
+# those that pass, the H200's were measured (T 16384, bfloat16); of the others the largest were taken.
+
+# Scores are q·k times a number, and masks compute with positions alone; FULL: there is no mask.
 HOPPER = {
-    64: Config(Block(128, 64, 4, 3), Block(32, 128, 4, 3), Block(128, 64, 4, 3), frozen_maximum=True),
-    128: Config(Block(128, 64, 8, 3), Block(64, 64, 4, 2), Block(128, 64, 8, 3), frozen_maximum=True),
-    256: Config(Block(128, 64, 8, 2), Block(64, 64, 8, 2), Block(128, 64, 8, 1)),
+    64: _tiles((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 32, 8, 3), (128, 32, 8, 2), (128, 32, 8, 3), frozen_maximum=True),
+}
+HOPPER_FULL = {
+    64: _tiles((128, 64, 4, 3), (32, 128, 4, 3), (128, 64, 4, 3), frozen_maximum=True),
+    128: _tiles((128, 64, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3), frozen_maximum=True),
+    256: _tiles((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3)),
+}
+AMPERE = {
+    64: _tiles((128, 64, 8, 3), (32, 64, 8, 2), (128, 64, 8, 2), frozen_maximum=True),
+    128: _tiles((128, 64, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
+    256: _tiles((64, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1)),
+}
+CDNA = {
+    64: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), frozen_maximum=True),
+    128: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), frozen_maximum=True),
+    256: _tiles((64, 64, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
+}
+# Masks, positions or dropout bring arrays.
+HOPPER_MASKED = {
+    64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), frozen_maximum=True),
+    256: _tiles((64, 64, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+}
+AMPERE_MASKED = {
+    64: _tiles((64, 32, 4, 3), (32, 64, 8, 2), (64, 64, 8, 2)),
+    128: _tiles((64, 32, 4, 3), (32, 64, 8, 2), (64, 64, 8, 2)),
+    256: _tiles((64, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1)),
+}
+# There is a bias, or scores are modified.
+NVIDIA_SCORES = {
+    64: _tiles((64, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    128: _tiles((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    256: _tiles((64, 32, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1)),
+}
+CDNA_SCORES = {
+    64: _tiles((64, 64, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1)),
+    128: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    256: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+}
+# Products in float32, without tensor cores.
+NVIDIA_FLOAT32 = {
+    64: _tiles((16, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    128: _tiles((16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
+    256: _tiles((16, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1)),
+}
+CDNA_FLOAT32 = {
+    64: _tiles((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    128: _tiles((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    256: _tiles((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+}
+# 99 KiB of shared memory instead of 163: too little for the last.
+ADA = AMPERE | {256: NVIDIA_SCORES[256]}
+ADA_MASKED = AMPERE_MASKED | {256: NVIDIA_SCORES[256]}
+# By architecture, then by `Problem.features`.
+TABLES = {
+    "sm_80": dict(none=AMPERE, positions=AMPERE, data=AMPERE_MASKED, scores=NVIDIA_SCORES),
+    "sm_86": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_89": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_90": dict(none=HOPPER_FULL, positions=HOPPER, data=HOPPER_MASKED, scores=NVIDIA_SCORES),
+    "gfx90a": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
+    "gfx942": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
 }
 
 
@@ -53,8 +122,23 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def default_config(problem: Problem) -> Config:
-    return HOPPER[next(size for size in HOPPER if max(problem.D, problem.d) <= size)]
+    if problem.architecture in TABLES and problem.dtype != jnp.float32:
+        table = TABLES[problem.architecture][problem.features]
+    else:  # what fits in float32 does in 16 bits, on most cards
+        table = CDNA_FLOAT32 if problem.platform == "rocm" else NVIDIA_FLOAT32
+    return table[next(size for size in table if max(problem.D, problem.d) <= size)]
 
 
 def candidates(problem: Problem) -> list[Config]:
-    return [default_config(problem)]
+    """The default, then it with other tiles of one kernel: their times add up, so each may be chosen alone.
+
+    Some do not compile, or spill.
+    """
+    default = default_config(problem)
+    tried = [default]
+    for name in ("forward", "dkv", "dq"):
+        stages = getattr(default, name).num_stages
+        for block_q, block_k, num_warps in itertools.product((32, 64, 128), (32, 64, 128), (4, 8)):
+            block = Block(block_q, block_k, num_warps, stages)
+            tried.append(dataclasses.replace(default, **{name: block}))
+    return list(dict.fromkeys(tried))

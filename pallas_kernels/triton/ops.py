@@ -50,7 +50,12 @@ def store(ref: Any, index: tuple, x: jax.Array) -> None:
 
 
 def dot(problem: Problem, a: jax.Array, b: jax.Array) -> jax.Array:
-    """a·b of two tiles, accumulated in float32."""
+    """a·b of two tiles, accumulated in float32.
+
+    Products of float32 use the float32 instructions, at 10 TFLOP/s on an H200, as fast as XLA's. As six
+    products of bfloat16 parts (`DotAlgorithmPreset.BF16_BF16_F32_X6`) the forward kernel reached 45 with
+    half the error, but with D 256, and the backward kernels with any D, spilled registers.
+    """
     return jnp.dot(a, b, precision=problem.precision, preferred_element_type=jnp.float32)
 
 
