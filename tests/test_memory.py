@@ -1,4 +1,4 @@
-"""No implementation holds an array of T·t elements, forward or backward: read off the compiled program."""
+"""No implementation holds an array of T·t elements, to second order: read off the compiled program."""
 
 import math
 import re
@@ -19,7 +19,19 @@ KINDS = {
 }
 
 
-def compiled(implementation, kind, length, gradient):
+# In q, k and v: the tangent; the product with the Hessian, forward over reverse and reverse over reverse.
+SECOND_ORDER = {
+    "jvp": lambda f, x, e: jax.jvp(f, (x,), (e,)),
+    "hvp": lambda f, x, e: jax.jvp(lambda x: pulled(f, x, e[0]), (x,), (e,)),
+    "penalty": lambda f, x, e: jax.grad(lambda x: sum(jnp.square(y).sum() for y in pulled(f, x, e[0])))(x),
+}
+
+
+def pulled(f, x, do):
+    return jax.vjp(f, x)[1](do)[0]
+
+
+def compiled(implementation, kind, length, transform):
     mask, bias = KINDS[kind]
     of = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     floats = [of((1, length, heads, 8)) for heads in (2, 1, 1)]
@@ -36,17 +48,26 @@ def compiled(implementation, kind, length, gradient):
         out, pull = jax.vjp(lambda floats: attend(floats, ids), floats)
         return out, pull(do)
 
-    call, more = (gradients, (floats[0],)) if gradient else (attend, ())
+    call, more = attend, ()
+    if transform == "gradient":
+        call, more = gradients, (floats[0],)
+    elif transform != "forward":
+        call = lambda floats, ids, e: SECOND_ORDER[transform](lambda x: attend(x, ids), floats, e)
+        more = (floats,)
     return jax.jit(call, compiler_options=QUICK).lower(floats, ids, *more).compile()
 
 
-@pytest.mark.parametrize("gradient, kind", [(False, "causal"), *((True, kind) for kind in KINDS)])
+CASES = [("forward", "causal"), *(("gradient", kind) for kind in KINDS), ("jvp", "causal")]
+CASES += [("hvp", "bias"), ("penalty", "packed segments")]
+
+
+@pytest.mark.parametrize("transform, kind", CASES)
 # Of a kernel, interpret mode shows the interpreter's memory.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ("xla",))
-def test_memory_is_linear(implementation, gradient, kind):
+def test_memory_is_linear(implementation, transform, kind):
     used = []
     for length in LENGTHS:
-        program = compiled(implementation, kind, length, gradient)
+        program = compiled(implementation, kind, length, transform)
         shapes = re.findall(r"[a-z]\d*\[([\d,]+)\]", program.as_text())
         sizes = {shape: math.prod(map(int, shape.split(","))) for shape in set(shapes)}
         assert max(sizes.values()) >= length * 2 * 8  # the text does show shapes

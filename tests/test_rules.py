@@ -796,39 +796,6 @@ def test_a_loss_of_one_result(only):
         assert np.abs(got["q"]).max() > 1e-3
 
 
-# Forward mode and higher order
-
-
-def test_reference_takes_every_mode():
-    x = operands()
-    reference = lambda q: attend(q, x["k"], x["v"], Causal(), implementation="reference")[0]
-    q, dq, W = x["q"], normal(B, T, H, D, seed=40), cotangents(x)[0]
-    _, forward = jax.jit(lambda q, dq: jax.jvp(reference, (q,), (dq,)))(q, dq)
-    backward = jax.jit(jax.grad(lambda q: (attend(q, x["k"], x["v"], Causal())[0] * W).sum()))(q)
-    np.testing.assert_allclose((forward * W).sum(), (backward * dq).sum(), rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, q: jax.jvp(f, (q,), (q,)),
-        lambda f, q: jax.jacfwd(f)(q),
-        lambda f, q: jax.grad(lambda q: jax.grad(lambda q: f(q).sum())(q).sum())(q),
-    ],
-    ids=["jvp", "jacfwd", "grad of grad"],
-)
-def test_forward_mode_and_second_order_are_right_or_refused(transform):
-    q, kv = normal(3, 1, 2), normal(3, 1, 2, seed=1)
-    wanted = transform(lambda q: jflash.attention(q, kv, kv, implementation="reference"), q)
-    try:
-        got = transform(lambda q: jflash.attention(q, kv, kv), q)
-    except (TypeError, NotImplementedError) as error:
-        assert "forward-mode" in str(error) or "jvp" in str(error)
-    else:
-        assert_same(got, wanted)
-        assert any(np.abs(y).max() > 1e-3 for y in jax.tree.leaves(got))
-
-
 # Compilations
 
 
