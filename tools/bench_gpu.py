@@ -112,7 +112,7 @@ def main():
             statistics.geometric_mean(each[other][i] / each[names[0]][i] for each in times) for i in (0, 1)
         ]
         print(
-            f"{names[0]} over {other}, geometric mean: forward {means[0]:.2f}, with backward {means[1]:.2f}"
+            f"{names[0]} over {other} (geometric mean): {means[0]:.2f} forward, with backward {means[1]:.2f}"
         )
 
 
