@@ -869,6 +869,7 @@ def test_eager_calls_compile_once():
 
 def test_interpret_is_part_of_the_key_of_jit():
     import pallas_kernels.triton  # noqa: F401  loading Pallas adds to the key of every jit
+
     q = normal(3, 1, 4)
     step = jax.jit(lambda q: jflash.attention(q, q, q))
     outside = step(q)
