@@ -61,7 +61,7 @@ AMPERE = {
 CDNA = {
     64: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), frozen_maximum=True),
     128: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), frozen_maximum=True),
-    256: _tiles((64, 64, 4, 1), (16, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
+    256: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
 }
 # Masks, positions or dropout bring arrays.
 HOPPER_MASKED = {
