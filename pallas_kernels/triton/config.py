@@ -61,7 +61,7 @@ AMPERE = {
 CDNA = {
     64: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), frozen_maximum=True),
     128: _tiles((128, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), frozen_maximum=True),
-    256: _tiles((64, 64, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
+    256: _tiles((64, 32, 4, 1), (16, 32, 4, 1), (64, 32, 4, 1), frozen_maximum=True),
 }
 # Masks, positions or dropout bring arrays.
 HOPPER_MASKED = {
@@ -77,7 +77,7 @@ AMPERE_MASKED = {
 # There is a bias, or scores are modified.
 NVIDIA_SCORES = {
     64: _tiles((64, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
-    128: _tiles((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 2)),
+    128: _tiles((64, 64, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     256: _tiles((64, 32, 8, 2), (32, 32, 8, 1), (16, 32, 8, 1)),
 }
 CDNA_SCORES = {
