@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.problem import Operands, Problem
 
-from . import schedule, sharding
+from . import linear_maps, schedule, sharding, xla
 
 # For `jax.checkpoint_policies.save_only_these_names`: with these two saved, the backward pass of a
 # checkpointed layer does not run attention forward again.
 CHECKPOINT_NAMES = ("jflash_out", "jflash_lse")
+# The fields of operands whose floats have gradients.
+DIFFERENTIABLE = ("q", "k", "v", "scale", "bias", "mods", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,42 +68,22 @@ def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Arra
     return _attend(call, operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: Call, operands: Operands):
     return _forward(call, operands)
 
 
-def _attend_fwd(call: Call, primals: Operands):
-    is_primal = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
-    operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
-    wanted = frozenset(
-        name
-        for name in ("scale", "bias", "mods", "sinks")
-        if any(x.perturbed for x in jax.tree.leaves(getattr(primals, name), is_leaf=is_primal))
-    )
-    out, lse = map(checkpoint_name, _forward(call, operands), CHECKPOINT_NAMES)
-    return (out, lse), (operands, out, lse, _Static(wanted))
-
-
-def _attend_bwd(call: Call, residuals, cotangents):
-    operands, out, lse, wanted = residuals
-    do, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    grads = _backward(call, wanted.value, operands, out, lse, do, dlse)
-    none = {
-        f.name: jax.tree.map(lambda _: None, getattr(operands, f.name)) for f in dataclasses.fields(operands)
-    }
-    return (Operands(**none | grads),)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    value: Any
-
-
-# `perturbed` tells which gradients are asked for: a full bias that nobody differentiates then
-# costs no T·t gradient.
-_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+# Symbolic zeros tell which gradients are asked for: a full bias that nobody differentiates costs no
+# T·t gradient.
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(call: Call, primals, tangents):
+    (operands,) = primals
+    out, lse = map(checkpoint_name, _attend(call, operands), CHECKPOINT_NAMES)
+    leaves = jax.tree.leaves(tangents[0])
+    e = {n: leaves[n] for n in _places(operands) if not isinstance(leaves[n], SymbolicZero)}
+    if not e:  # only what has no gradient, such as a float that a mask closes over
+        return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
+    return (out, lse), tuple(_linear(_tangent, call, (_Point(operands, out, lse),), e))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,6 +120,135 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
     return grads | call.implementation.backward(
         problem, operands, call.config, _plan(problem, operands), lse, delta, do, wanted - {"sinks"}
     )
+
+
+# The maps. `point` is where; out and lse in it are functions of the operands, kept. Directions e, f
+# and gradients are dicts by place among the operands' leaves, without those that are zero; of
+# cotangents u = (do, dlse) those that are zero are None. `places`: the gradients that are wanted.
+
+
+class _Point(NamedTuple):
+    operands: Operands
+    out: jax.Array
+    lse: jax.Array
+
+
+def _places(operands: Operands) -> dict[int, str]:
+    """The leaves of the operands that have gradients: their fields by place."""
+    return {
+        place: path[0].name
+        for place, (path, x) in enumerate(jax.tree.leaves_with_path(operands))
+        if path[0].name in DIFFERENTIABLE and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+
+
+def _moving(operands: Operands, along: dict) -> tuple[dict, Callable]:
+    """Those leaves that move `along` a direction, and a function of them: the operands."""
+    leaves, tree = jax.tree.flatten(operands)
+    put = lambda x: jax.tree.unflatten(tree, [x.get(n, leaf) for n, leaf in enumerate(leaves)])
+    return {n: leaves[n] for n in along}, put
+
+
+def _in_lax(call: Call, operands: Operands) -> Call:
+    """The same call by `xla`, which JAX can differentiate."""
+    if call.implementation is xla:
+        return call
+    return Call(call.problem, xla, xla.default_config(call.problem.of(operands)))
+
+
+def _tangent(call: Call, places, point: _Point, e: dict):
+    """T: Df(x)[e], the tangents of (out, lse)."""
+    lax = _in_lax(call, point.operands)
+    x, put = _moving(point.operands, e)
+    return jax.jvp(lambda x: _forward(lax, put(x)), (x,), (e,))[1]
+
+
+def _gradients(call: Call, places, point: _Point, u: tuple):
+    """B: Df(x)ᵀu, by the implementation's own backward pass."""
+    fields = _places(point.operands)
+    wanted = frozenset(fields[n] for n in places) - {"q", "k", "v"}
+    grads = _backward(call, wanted, *point, *u)
+    found = {}
+    for name, grad in grads.items():
+        found |= zip((n for n in fields if fields[n] == name), jax.tree.leaves(grad))
+    return {n: found[n] for n in places}
+
+
+def _tangent_along(call: Call, places, point: _Point, e: dict, f: dict):
+    """S: D²f(x)[e, f]."""
+    x, put = _moving(point.operands, f)
+    moved = lambda x: _tangent(call, places, point._replace(operands=put(x)), e)
+    return jax.jvp(moved, (x,), (f,))[1]
+
+
+def _gradients_along(call: Call, places, point: _Point, u: tuple, f: dict):
+    """H: D(Df(x)ᵀu)[f], the Hessian of ⟨u, f(x)⟩ times f."""
+    lax = _in_lax(call, point.operands)
+    x, put = _moving(point.operands, f)
+    moved = lambda x, out, lse: _gradients(lax, places, _Point(put(x), out, lse), u)
+    return jax.jvp(moved, (x, point.out, point.lse), (f, *_tangent(call, (), point, f)))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map(linear_maps.Map):
+    """One of the four at (residuals, argument), flat, for `linear_maps`."""
+
+    rule: Callable
+    call: Call
+    places: tuple[int, ...]
+    tree: Any  # of (residuals, argument)
+    residuals: int
+
+    def apply(self, *operands):
+        residuals, argument = jax.tree.unflatten(self.tree, operands)
+        return jax.tree.leaves(self.rule(self.call, self.places, *residuals, argument))
+
+    def like(self, *operands):
+        (point, *_), _ = jax.tree.unflatten(self.tree, operands)
+        return [operands[n] for n in self.places] or [point.out, point.lse]
+
+    def transpose(self, residuals, cotangents):
+        (point, *given), argument = self._structure(residuals)
+        g = {n: x for n, x in zip(self.places, cotangents) if x is not None}
+        to = functools.partial(_value, call=self.call, places=tuple(argument))
+        if self.rule is _tangent:
+            return to(_gradients, residuals=(point,), argument=tuple(cotangents))
+        if self.rule is _tangent_along:
+            return to(_gradients_along, residuals=(point, tuple(cotangents)), argument=given[0])
+        if self.rule is _gradients_along:  # a Hessian is symmetric
+            return to(_gradients_along, residuals=(point, *given), argument=g)
+        both = to(_tangent, residuals=(point,), argument=g, places=())
+        return [x for x, wanted in zip(both, argument) if wanted is not None]
+
+    def derivative(self, residuals, arguments, tangents):
+        if self.rule in SECOND:
+            (point, *_), argument = jax.tree.unflatten(self.tree, [*residuals, *arguments])
+            f = {n: tangents[n] for n in _places(point.operands) if tangents[n] is not None}
+            return _linear(SECOND[self.rule], self.call, (point, argument), f, self.places) if f else None
+        moving = {n: t for n, t in enumerate(tangents) if t is not None}
+        put = lambda x: [x.get(n, y) for n, y in enumerate(residuals)]
+        moved = lambda x: self.apply(*put(x), *arguments)
+        return jax.jvp(moved, ({n: residuals[n] for n in moving},), (moving,))[1]
+
+    def _structure(self, residuals):
+        count = self.tree.num_leaves - self.residuals
+        return jax.tree.unflatten(self.tree, [*residuals, *range(count)])
+
+
+SECOND = {_tangent: _tangent_along, _gradients: _gradients_along}  # the derivatives in the point
+
+
+def _map(rule: Callable, call: Call, residuals: tuple, argument: Any, places: tuple = ()) -> tuple:
+    operands, tree = jax.tree.flatten((residuals, argument))
+    return _Map(rule, call, places, tree, len(jax.tree.leaves(residuals))), *operands
+
+
+def _linear(*args, **kw) -> list:
+    return linear_maps.linear(*_map(*args, **kw))
+
+
+def _value(*args, **kw) -> list:
+    return list(linear_maps.value(*_map(*args, **kw)))
 
 
 def _plan(problem: Problem, operands: Operands) -> Callable:

@@ -93,7 +93,8 @@ def forward(
                 visible = x.visible(at)
                 s = jnp.where(visible, s, -jnp.inf)
                 v = x.seen(v, visible)
-            m_new = jnp.maximum(m, s.max(-1, keepdims=True))
+            # Its derivative cancels: forward mode need not carry it along.
+            m_new = lax.stop_gradient(jnp.maximum(m, s.max(-1, keepdims=True)))
             base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
             p = x.exp(s - base)
             shrink = jnp.exp(x.unit * (m - base))

@@ -127,7 +127,7 @@ def _dkv(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sche
 
     zeros = lambda size: jnp.zeros((block.block_k, channels(size).size), jnp.float32)
     carry = zeros(problem.D), zeros(problem.d)
-    dk, dv = of_head(0, carry) if problem.group == 1 else lax.fori_loop(0, problem.group, of_head, carry)
+    dk, dv = of_head(0, carry) if problem.group == 1 else _loop(problem.group, of_head, carry)
     store(outputs["k"], (*own, channels(problem.D)), dk * tiles.factor(problem, refs))
     store(outputs["v"], (*own, channels(problem.d)), dv * tiles.keep_scale(problem))
 
@@ -178,7 +178,12 @@ def _dbias(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sc
         return lax.cond((lo <= j) & (j < hi), add, lambda total: total, total)
 
     total = jnp.zeros((block.block_q, block.block_k), jnp.float32)
-    store(output, (*owner, q_span, k_span), lax.fori_loop(0, math.prod(shared), of_one, total))
+    store(output, (*owner, q_span, k_span), _loop(math.prod(shared), of_one, total))
+
+
+def _loop(count: int, body: Callable, carry: Any) -> Any:
+    """`body(n, carry)` for n below `count`; n is int32 whatever jax_enable_x64 says."""
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
 
 
 def _queries(problem, refs, do_ref, lse_ref, delta_ref, entry: tuple, h, q_span: Span) -> Callable:
