@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 import jflash
 
 LONGEST = 256  # tokens of a sentence, as the model was published; the rest is cut off
-ROWS, SENTENCES = 2048, 128  # of a packed batch: tokens, and sentences at most
+ROWS, SENTENCES = 512, 64  # of a packed batch: tokens, one block of attention on a CPU, and sentences at most
 QUESTIONS = (
     "run something for each element of a list",
     "leave a loop early",
