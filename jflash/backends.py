@@ -158,6 +158,7 @@ class Explanation:
     config: Any
     platform: str
     schedule: str
+    derivatives: str
     why_not: dict[str, str]
     problem: Problem
 
@@ -168,6 +169,7 @@ class Explanation:
             f"{self.implementation} on {self.platform}: {shape}, {jax.numpy.dtype(p.dtype).name}",
             f"  config:   {self.config}",
             f"  schedule: {self.schedule}",
+            f"  derivatives: {self.derivatives}",
         ]
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.why_not.items()])
 
@@ -177,8 +179,20 @@ def explain(problem: Problem, operands: Operands, implementation: str | None) ->
     row, why_not = choose(problem, implementation)
     config = row.load().default_config(problem)
     return Explanation(
-        row.name, config, problem.platform, _schedule(problem, operands, config), why_not, problem
+        implementation=row.name,
+        config=config,
+        platform=problem.platform,
+        schedule=_schedule(problem, operands, config),
+        derivatives=_derivatives(row),
+        why_not=why_not,
+        problem=problem,
     )
+
+
+def _derivatives(row: Row) -> str:
+    if row.load().backward is None:
+        return "JAX's own, of any order"
+    return f"gradient by {row.name}, forward mode and second order by xla"
 
 
 def _schedule(problem: Problem, operands: Operands, config: Any) -> str:

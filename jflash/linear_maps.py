@@ -7,6 +7,7 @@ reverse mode only transposes it. What a transpose gives is asked for, so it is c
 arrays.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -137,7 +138,10 @@ def _linear_batch(axis, operands, axes, *, map, types):
 
 
 def _compute(*operands, map, types):
-    return map.apply(*operands)
+    # A program may be lowered where x64 is off again.
+    wide = any(x.dtype.itemsize == 8 for x in operands)
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        return map.apply(*operands)
 
 
 linear_p.def_impl(_compute)
