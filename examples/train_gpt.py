@@ -338,7 +338,7 @@ def parse(argv):
     """Returns the command line as a namespace, with `config` built from preset and flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--attention", default="jflash", help="of jflash, xla and reference (dense), by commas")
+    parser.add_argument("--attention", default="jflash", help="of jflash, xla, reference (dense)")
     parser.add_argument("--compare", action="store_true", help="is --attention jflash,reference")
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the computation")

@@ -1,4 +1,4 @@
-"""Masks from the flags of other libraries: window sizes, lengths. Only the drop-ins know these."""
+"""Masks and modifiers from the flags of other libraries, which only the drop-ins know."""
 
 import functools
 import numbers
@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import validate
 from .checks import as_array, check, kind
-from .masks import Mask, Prefix, Window
+from .dropout import Dropout
+from .masks import Causal, Mask, Prefix, Window
+from .score_mods import Alibi, SoftCap
 from .validate_fields import window_bound
 
 
@@ -51,3 +54,44 @@ def prefix(q_lengths: jax.Array | None, k_lengths: jax.Array | None, T: int, t: 
     seen = t if k_lengths is None else k_lengths[..., None]
     row = jax.lax.broadcasted_iota(jnp.int32, (*q_lengths.shape, T), q_lengths.ndim)  # [*batch, T]
     return Prefix(jnp.where(row < q_lengths[..., None], seen, 0))
+
+
+def causal_window(call: str, causal: Any, window_size: Any) -> Mask | None:
+    """The mask of `causal` and of a window which -1 opens, both of PyTorch's package."""
+    validate.flag(call, "causal", causal)
+    size = window(f"{call}(window_size=...)", window_size, opens=-1)
+    return together(Causal() if causal else None, size)
+
+
+def score_mods(call: str, softcap: Any, alibi_slopes: Any) -> tuple:
+    """The modifiers of a cap, which 0 takes off, and of slopes or None."""
+    is_number = isinstance(softcap, numbers.Real)
+    rule = "must be at least 0, which caps nothing"
+    check(not is_number or not softcap < 0, ValueError, f"{call}(softcap=...)", rule, f"{softcap}")
+    is_off = softcap is None or (is_number and softcap == 0)
+    cap = () if is_off else (SoftCap(softcap),)
+    return cap + (() if alibi_slopes is None else (Alibi(alibi_slopes),))
+
+
+def dropout(call: str, p: Any, key: Any) -> Dropout | None:
+    """The `Dropout` of a probability and a key; None where nothing is dropped."""
+    argument = f"{call}(dropout_p=...)"
+    is_number = isinstance(p, numbers.Real) and not isinstance(p, bool)
+    check(is_number, TypeError, argument, "must be a Python float: it is part of the program", kind(p))
+    check(
+        p == 0 or key is not None,
+        ValueError,
+        argument,
+        "needs a key, since JAX has no random state of its own",
+        f"dropout_p={p} and no dropout_key",
+        "Pass dropout_key=jax.random.key(...), split anew for each layer and step.",
+    )
+    return None if p == 0 else Dropout(float(p), key)
+
+
+def parts(argument: str, axes: str, x: Any, n: int) -> list[jax.Array]:
+    """The `n` arrays that `x` stacks on its third axis from the end; `axes` are its own, for errors."""
+    x = as_array(argument, x)
+    fits = x.ndim >= 4 and x.shape[-3] == n
+    check(fits, ValueError, argument, f"must be {axes}", f"shape {x.shape}")
+    return [x[..., i, :, :] for i in range(n)]

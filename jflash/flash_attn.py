@@ -10,7 +10,6 @@ The interface is that of version 2 (https://github.com/Dao-AILab/flash-attention
 - `window_size`: -1 or None opens a side; other negative bounds are refused.
 """
 
-import numbers
 from typing import Any
 
 import jax
@@ -19,11 +18,12 @@ from jax.typing import ArrayLike
 
 from . import flags, validate, validate_cache
 from .api import _attend
-from .checks import as_array, check, kind
-from .dropout import Dropout
-from .masks import Causal, Mask, Prefix
+from .flash_attn_varlen import flash_attn_unpadded_func as flash_attn_unpadded_func
+from .flash_attn_varlen import flash_attn_varlen_func as flash_attn_varlen_func
+from .flash_attn_varlen import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+from .flash_attn_varlen import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+from .masks import Prefix
 from .rotary import rotate
-from .score_mods import Alibi, SoftCap
 from .validate_cache import Step
 
 
@@ -99,7 +99,7 @@ def flash_attn_kvpacked_func(
     """
     settings = locals()
     call = "flash_attn_kvpacked_func"
-    k, v = _unpacked(f"{call}(kv=...)", "[B, t, 2, h, D]", settings.pop("kv"), 2)
+    k, v = flags.parts(f"{call}(kv=...)", "[B, t, 2, h, D]", settings.pop("kv"), 2)
     return _flash_attn(call, k=k, v=v, **settings)
 
 
@@ -125,7 +125,7 @@ def flash_attn_qkvpacked_func(
     """
     settings = locals()
     call = "flash_attn_qkvpacked_func"
-    q, k, v = _unpacked(f"{call}(qkv=...)", "[B, T, 3, H, D]", settings.pop("qkv"), 3)
+    q, k, v = flags.parts(f"{call}(qkv=...)", "[B, T, 3, H, D]", settings.pop("qkv"), 3)
     return _flash_attn(call, q=q, k=k, v=v, **settings)
 
 
@@ -204,7 +204,7 @@ def flash_attn_with_kvcache(
     entry = of_entries("cache_batch_idx", cache_batch_idx)
     leftpad = of_entries("cache_leftpad", cache_leftpad)
     used = validate_cache.seqlens(call, cache_seqlens, step)
-    mask = _mask(call, causal, window_size)
+    mask = flags.causal_window(call, causal, window_size)
 
     if rotary_cos is not None:
         q_row = 0 if mask is None else jnp.arange(T)[None]
@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
     if leftpad is not None:
         mask = flags.together(mask, ~Prefix(leftpad))
     keys, values = (x if entry is None else x[entry] for x in (step.k_cache, step.v_cache))
-    mods = _score_mods(call, softcap, alibi_slopes)
+    mods = flags.score_mods(call, softcap, alibi_slopes)
     out, lse = _call(call, step.q, keys, values, mask, softmax_scale, mods, q_positions=positions)
     results = (out,) + (lse,) * return_softmax_lse
     results += () if k is None else (step.k_cache, step.v_cache)
@@ -262,10 +262,10 @@ def _flash_attn(
         q,
         k,
         v,
-        _mask(call, causal, window_size),
+        flags.causal_window(call, causal, window_size),
         softmax_scale,
-        _score_mods(call, softcap, alibi_slopes),
-        dropout=_dropout(call, dropout_p, dropout_key),
+        flags.score_mods(call, softcap, alibi_slopes),
+        dropout=flags.dropout(call, dropout_p, dropout_key),
         deterministic=deterministic,
     )
     return (out, lse, None) if return_attn_probs else out
@@ -277,40 +277,3 @@ def _call(call: str, q, k, v, mask, scale, score_mod, **settings: Any) -> tuple[
     defaults |= dict(precision=None, deterministic=False, implementation=None)
     arguments = dict(q=q, k=k, v=v, mask=mask, scale=scale, score_mod=score_mod)
     return _attend(call, arguments | defaults | settings)
-
-
-def _mask(call: str, causal: Any, window_size: Any) -> Mask | None:
-    validate.flag(call, "causal", causal)
-    window = flags.window(f"{call}(window_size=...)", window_size, opens=-1)
-    return flags.together(Causal() if causal else None, window)
-
-
-def _score_mods(call: str, softcap: Any, alibi_slopes: Any) -> tuple:
-    is_number = isinstance(softcap, numbers.Real)
-    rule = "must be at least 0, which caps nothing"
-    check(not is_number or not softcap < 0, ValueError, f"{call}(softcap=...)", rule, f"{softcap}")
-    is_off = softcap is None or (is_number and softcap == 0)
-    cap = () if is_off else (SoftCap(softcap),)
-    return cap + (() if alibi_slopes is None else (Alibi(alibi_slopes),))
-
-
-def _dropout(call: str, p: Any, key: Any) -> Dropout | None:
-    argument = f"{call}(dropout_p=...)"
-    is_number = isinstance(p, numbers.Real) and not isinstance(p, bool)
-    check(is_number, TypeError, argument, "must be a Python float: it is part of the program", kind(p))
-    check(
-        p == 0 or key is not None,
-        ValueError,
-        argument,
-        "needs a key, since JAX has no random state of its own",
-        f"dropout_p={p} and no dropout_key",
-        "Pass dropout_key=jax.random.key(...), split anew for each layer and step.",
-    )
-    return None if p == 0 else Dropout(float(p), key)
-
-
-def _unpacked(argument: str, axes: str, x: Any, n: int) -> list[jax.Array]:
-    x = as_array(argument, x)
-    fits = x.ndim >= 4 and x.shape[-3] == n
-    check(fits, ValueError, argument, f"must be {axes}", f"shape {x.shape}")
-    return [x[..., i, :, :] for i in range(n)]

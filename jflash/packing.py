@@ -253,7 +253,7 @@ def _pack_array(x: jax.Array, lengths: jax.Array, rows: int) -> tuple[jax.Array,
 def _unpack_array(packed: jax.Array, cu: jax.Array, length: int) -> jax.Array:
     if packed.shape[0] == 0:
         return jnp.zeros((cu.size - 1, length, *packed.shape[1:]), packed.dtype)
-    row = cu[:-1, None] + jnp.arange(length, dtype=jnp.int32)
+    row = cu[:-1, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return _where(row < cu[1:, None], packed[jnp.minimum(row, packed.shape[0] - 1)])
 
 

@@ -16,6 +16,7 @@ Soundness is the masks' own: `Mask.blocks` and `Mask.interval` in `masks.py`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -91,24 +92,27 @@ class Schedule:
         table = self.ranges if self.ranges is not None else self.counts
         return table is not None and any(n != 1 for n in table.shape[:-2])
 
+    def _pick(self, table: Any, i: Any, batch: tuple) -> Callable:
+        # Number by number: in a kernel a table is a reference.
+        sizes = table.shape[:-2]
+        entry = tuple(0 if n == 1 else b for n, b in zip(sizes, batch or (0,) * len(sizes)))
+        return lambda n: table[(*entry, i, n)]
+
+    def bounds(self, i: Any, batch: tuple = ()) -> tuple:
+        """(lo, full_lo, full_hi, hi) of block `i`, not of lists: see `_ranges`."""
+        if self.form == "ranges":
+            return tuple(map(self._pick(self.ranges, i, batch), range(4)))
+        return _bounds(self.geometry, self.mask, i)
+
     def visits(self, i: Any, batch: tuple = ()) -> Visits:
         """What block `i` visits in the batch entry with index `batch`; () where all are alike."""
-
-        def pick(table):  # number by number: in a kernel a table is a reference
-            sizes = table.shape[:-2]
-            entry = tuple(0 if n == 1 else b for n, b in zip(sizes, batch or (0,) * len(sizes)))
-            return lambda n: table[(*entry, i, n)]
-
         if self.form == "lists":
-            order, counts = pick(self.order), pick(self.counts)
+            order, counts = self._pick(self.order, i, batch), self._pick(self.counts, i, batch)
             partial, full = counts(0), counts(1)
             if not self.has_full:
                 return Visits(partial + full, order, 0, lambda n: n)
             return Visits(partial, order, full, lambda n: order(partial + n))
-        if self.form == "ranges":
-            lo, full_lo, full_hi, hi = map(pick(self.ranges), range(4))
-        else:
-            lo, full_lo, full_hi, hi = _bounds(self.geometry, self.mask, i)
+        lo, full_lo, full_hi, hi = self.bounds(i, batch)
         if not self.has_full:
             return Visits(hi - lo, lambda n: lo + n, 0, lambda n: n)
         before = full_lo - lo

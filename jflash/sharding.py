@@ -37,6 +37,7 @@ def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -
         axis_names={
             name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
         },
+        check_vma=not problem.interpret,  # Pallas's interpreter mixes what varies with what does not
     )
     return local(*leaves)
 

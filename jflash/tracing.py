@@ -103,7 +103,7 @@ def _split(fn: Callable, closed: Any, names: str, at: tuple, refuse: Callable) -
         known = all(x in depends for x in operands)
         (early if known else late).append(step)
         if known:
-            depends |= dict.fromkeys(step.results, frozenset().union(*map(depends.get, operands)))
+            depends |= dict.fromkeys(step.results, frozenset().union(*(depends[x] for x in operands)))
     needed = [x for step in late for x in step.operands] + [result]
     needed = list(dict.fromkeys(x for x in needed if isinstance(x, Slot) and x in depends))
 

@@ -21,14 +21,7 @@ class Step(NamedTuple):
 
 def step(call: str, q, k_cache, v_cache, k, v, cache_batch_idx, block_table) -> Step:
     """The arrays, if they belong together."""
-    check(
-        block_table is None,
-        ValueError,
-        f"{call}(block_table=...)",
-        "must be None: pages come with jflash's paged caches, which this version has not",
-        kind(block_table),
-        "Pass caches [B, S, h, D].",
-    )
+    no_pages(call, block_table, "Pass caches [B, S, h, D].")
     missing = "k=None" if k is None else "v=None"
     check((k is None) == (v is None), ValueError, f"{call}(k, v)", "must be given together", missing)
     named = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -64,6 +57,18 @@ def step(call: str, q, k_cache, v_cache, k, v, cache_batch_idx, block_table) -> 
         got,
     )
     return Step(q, k_cache, v_cache, k, v)
+
+
+def no_pages(call: str, block_table: Any, fix: str) -> None:
+    """Raises for a table of pages."""
+    check(
+        block_table is None,
+        ValueError,
+        f"{call}(block_table=...)",
+        "must be None: pages come with jflash's paged caches, which this version has not",
+        kind(block_table),
+        fix,
+    )
 
 
 def rotary(call: str, cos: Any, sin: Any, step: Step) -> None:

@@ -35,9 +35,11 @@ class Span(NamedTuple):
         return self.start + lax.iota(jnp.int32, self.size)
 
     @property
-    def ragged(self) -> bool:
-        """Whether some may not exist; every start is a multiple of the size."""
-        return self.limit is not None and self.limit % self.size != 0
+    def existing(self) -> jax.Array | None:
+        """bool [size]: which exist; None: all, since every start is a multiple of the size."""
+        if self.limit is None or self.limit % self.size == 0:
+            return None
+        return self.rows < self.limit
 
 
 class Place(NamedTuple):

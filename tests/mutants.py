@@ -152,6 +152,13 @@ MUTANTS = [
         'i = jnp.searchsorted(cu, row, side="left").astype(jnp.int32)',
         "packing.py ids",
     ),
+    (
+        "slopes of sequences aligned top-left",
+        "jflash/flash_attn_varlen.py",
+        "jnp.arange(T)[None] + (m - n)[:, None]",
+        "jnp.arange(T)[None] + 0 * (m - n)[:, None]",
+        "test_flash_attn_varlen.py::test_the_numbers_of_pytorch[slopes of sequences]",
+    ),
 ]
 
 

@@ -4,16 +4,15 @@ Tests of public bug reports are named by their ids, as in test_failure_cases.py.
 """
 
 import inspect
-import json
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from golden.flash_attn import read
 from programs import tiled
 
 import jflash
@@ -28,18 +27,7 @@ from jflash.flash_attn import (
 B, H, h, D, S = 2, 4, 2, 8, 12
 
 
-def golden():
-    """By kind and name: the settings of a call and its arrays."""
-    cases = {"function": {}, "step": {}}
-    with np.load(Path(__file__).parent / "golden" / "flash_attn.npz") as file:
-        for key in file.files:
-            kind, name, part = key.split("/")
-            x = json.loads(str(file[key])) if part == "settings" else file[key]
-            cases[kind].setdefault(name, {})[part] = x
-    return cases
-
-
-GOLDEN = golden()
+FUNCTION, STEP = read("function"), read("step")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,22 +58,13 @@ def step(T=1, n=1, dtype=jnp.float32):
     return [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes[: 5 if n else 3])]
 
 
-def as_arrays(settings):
-    """Lists of numbers as arrays, but the window."""
-    convert = lambda name, x: np.asarray(x) if isinstance(x, list) and name != "window_size" else x
-    settings = {name: convert(name, x) for name, x in settings.items()}
-    if "alibi_slopes" in settings:
-        settings["alibi_slopes"] = settings["alibi_slopes"].astype(np.float32)
-    return settings
-
-
 # PyTorch's numbers
 
 
-@pytest.mark.parametrize("name", GOLDEN["function"])
+@pytest.mark.parametrize("name", FUNCTION)
 def test_the_numbers_of_pytorch(name):
-    case = GOLDEN["function"][name]
-    settings = as_arrays(case["settings"])
+    case = FUNCTION[name]
+    settings = case["settings"]
 
     @jax.jit
     def run(q, k, v, do):
@@ -100,10 +79,10 @@ def test_the_numbers_of_pytorch(name):
         np.testing.assert_allclose(x, case[key], atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", GOLDEN["step"])
+@pytest.mark.parametrize("name", STEP)
 def test_the_numbers_of_a_step_over_a_cache(name):
-    case = GOLDEN["step"][name]
-    settings = as_arrays(case["settings"])
+    case = STEP[name]
+    settings = case["settings"]
     outputs = ("settings", "out", "lse", "new_k_cache", "new_v_cache")
     arrays = {key: x for key, x in case.items() if key not in outputs}
     call = lambda arrays: flash_attn_with_kvcache(**arrays, **settings, return_softmax_lse=True)

@@ -159,7 +159,7 @@ def test_equals_dense_attention(case, lengths):
             args, cotangents = jax.tree.map(lambda y: y.astype(np.float64), (args, cotangents))
             truth.append(program(case, plain=True)(*args, where, cotangents))
     stack = lambda each: {name: np.stack([x[name] for x in each]) for name in each[0]}
-    assert_as_accurate(stack(got), stack(plain), stack(truth), np.float32)
+    assert_as_accurate(stack(got), [stack(plain)], stack(truth), np.float32)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -564,3 +564,15 @@ def raises(name, run, error, words):
 def test_offsets_inside_jit_are_not_checked():
     out = jax.jit(call)(jnp.array([0, 7, 12]), jnp.array([0, 7, 20]))
     assert out.shape == Q.shape
+
+
+def test_rank_promotion_may_be_an_error():
+    masks = Causal(), Window(2, 0) & ~Prefix(1), Prefix(3) | EVERY_THIRD, np.ones((12, 9), bool)
+    with jax.numpy_rank_promotion("raise"):
+        for mask in masks:
+            grad = jax.grad(
+                lambda q, mask=mask: varlen_attention(q, K, K, *map(np.array, (CU, CU_K)), mask).sum()
+            )
+            jax.eval_shape(grad, Q)
+        packed, cu = jflash.pack(np.ones((2, 4, 3)), np.array([2, 3]))
+        jflash.unpack(packed, cu, 4), jflash.segment_ids(cu, 8), jflash.segment_positions(cu, 8)

@@ -1,6 +1,6 @@
 """Trains examples/train_gpt.py with jax.nn's attention in the place of jflash's, to compare.
 
-    python tools/train_peers.py xla|cudnn [arguments of the example]
+python tools/train_peers.py xla|cudnn [arguments of the example]
 """
 
 import sys

@@ -22,7 +22,7 @@ from ..extras import Extra
 from ..problem import Operands, Problem
 from ..tiles import Place, Span, Tile
 from .config import Block, Config
-from .launch import launch, over_visits, unravel, visits_of
+from .launch import launch, over_visits, unravel, visits_of, with_scalars
 from .ops import channels, dot, exp2, load, seen, store
 
 
@@ -137,12 +137,12 @@ def _dq(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sched
     i = schedule.outer - 1 - i  # as in the forward kernel
     q_span = Span(i * block.block_q, block.block_q, problem.T)
     mine = [x for x in extras if x.axes in ("", "q")]
-    rows = _Queries(problem, block, refs, do_ref, lse_ref, delta_ref, tuple(entry), h, q_span)
+    gradients = _queries(problem, refs, do_ref, lse_ref, delta_ref, tuple(entry), h, q_span)
 
     def visit(j, carry, masked):
         dq, sums = carry
         span = Span(j * block.block_k, block.block_k, problem.t if masked else None)
-        draw, parts, k, tile = rows.gradients(span, masked, mine)
+        draw, parts, k, tile = gradients(span, masked, mine)
         if masked and schedule.hides_keys:
             k = seen(tile.visible(draw.shape), k)
         dq = dq + dot(problem, draw.astype(k.dtype), k)
@@ -166,9 +166,16 @@ def _dbias(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sc
 
     def of_one(n, total):
         *entry, h = (a + b for a, b in zip(owner, unravel(n, shared)))
-        rows = _Queries(problem, block, refs, do_ref, lse_ref, delta_ref, tuple(entry), h, q_span)
-        _, [part], *_ = rows.gradients(k_span, schedule.has_masked, [mine])
-        return total + part
+
+        def add(total):
+            gradients = _queries(problem, refs, do_ref, lse_ref, delta_ref, tuple(entry), h, q_span)
+            _, [part], *_ = gradients(k_span, schedule.has_masked, [mine])
+            return total + part
+
+        if schedule.form == "lists":  # to look the block up would cost more than it saves
+            return add(total)
+        lo, _, _, hi = with_scalars(schedule).bounds(i, tuple(entry))
+        return lax.cond((lo <= j) & (j < hi), add, lambda total: total, total)
 
     total = jnp.zeros((block.block_q, block.block_k), jnp.float32)
     store(output, (*owner, q_span, k_span), _loop(math.prod(shared), of_one, total))
@@ -179,26 +186,27 @@ def _loop(count: int, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
 
 
-class _Queries:
-    """A block of queries, loaded once, and the gradients of its tiles."""
+def _queries(problem, refs, do_ref, lse_ref, delta_ref, entry: tuple, h, q_span: Span) -> Callable:
+    """Loads a block of queries; returns what gives the gradients of its tiles.
 
-    def __init__(self, problem, block, refs, do_ref, lse_ref, delta_ref, entry, h, span):
-        self.problem, self.block, self.refs, self.entry, self.h = problem, block, refs, entry, h
-        self.rows = tiles.rows(problem, refs, Place(entry, h, q=span), "q", load)
-        self.q = load(refs.q, (*entry, span, h, channels(problem.D)))  # [block_q, D]
-        self.do = load(do_ref, (*entry, span, h, channels(problem.d)))  # [block_q, d]
-        self.lse = load(lse_ref, (*entry, h, span), jnp.inf)[:, None]
-        self.delta = load(delta_ref, (*entry, h, span))[:, None]
+    `gradients(k_span, masked, extras)` is (that of q·k [block_q, block_k], those of `extras`, k, the tile).
+    """
+    rows = tiles.rows(problem, refs, Place(entry, h, q=q_span), "q", load)
+    q = load(refs.q, (*entry, q_span, h, channels(problem.D)))  # [block_q, D]
+    do = load(do_ref, (*entry, q_span, h, channels(problem.d)))  # [block_q, d]
+    lse = load(lse_ref, (*entry, h, q_span), jnp.inf)[:, None]
+    delta = load(delta_ref, (*entry, h, q_span))[:, None]
 
-    def gradients(self, span: Span, masked: bool, extras: list[Extra]) -> tuple:
-        """(gradient of q·k [block_q, block_k], gradients of `extras`, k, the tile)."""
-        at = (*self.entry, span, self.h // self.problem.group)
-        k = load(self.refs.k, (*at, channels(self.problem.D)))  # [block_k, D]
-        v = load(self.refs.v, (*at, channels(self.problem.d)))  # [block_k, d]
-        tile = self.rows.tile(span)
-        raw, dp = dot(self.problem, self.q, k.T), dot(self.problem, self.do, v.T)
-        _, draw, parts = _tile_gradients(tile, raw, dp, self.lse, self.delta, masked, extras)
+    def gradients(k_span: Span, masked: bool, extras: list[Extra]) -> tuple:
+        at = (*entry, k_span, h // problem.group)
+        k = load(refs.k, (*at, channels(problem.D)))  # [block_k, D]
+        v = load(refs.v, (*at, channels(problem.d)))  # [block_k, d]
+        tile = rows.tile(k_span)
+        raw, dp = dot(problem, q, k.T), dot(problem, do, v.T)
+        _, draw, parts = _tile_gradients(tile, raw, dp, lse, delta, masked, extras)
         return draw, parts, k, tile
+
+    return gradients
 
 
 def _tile_gradients(tile: Tile, raw, dp, lse, delta, masked: bool, extras: list[Extra]) -> tuple:

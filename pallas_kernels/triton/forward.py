@@ -45,7 +45,7 @@ def forward(
     operands = tiles.with_words(problem, operands)
     schedule = plan(block.block_q, block.block_k, "query")
     results = launch(
-        lambda program, refs, outputs: _kernel(problem, config, program, *refs, outputs),
+        lambda program, refs, outputs: _kernel(problem, config, program, refs[0], refs[1], outputs),
         problem,
         "jflash_forward",
         math.prod((*problem.batch, problem.H, schedule.outer)),

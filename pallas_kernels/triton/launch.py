@@ -74,10 +74,15 @@ def unravel(n: Any, sizes: tuple) -> tuple:
     return tuple(reversed(index))
 
 
+def with_scalars(schedule: Any) -> Any:
+    """The schedule with its mask's scalars, such as a window's bounds, loaded."""
+    mask = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
+    return dataclasses.replace(schedule, mask=mask)
+
+
 def visits_of(schedule: Any, i: Any, entry: tuple) -> Any:
     """What block `i` visits."""
-    scalars = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
-    return dataclasses.replace(schedule, mask=scalars).visits(i, entry)
+    return with_scalars(schedule).visits(i, entry)
 
 
 def over_visits(schedule: Any, visits: Any, body: Callable, carry: Any) -> Any:

@@ -21,9 +21,8 @@ def _slices(index: tuple) -> tuple[tuple, jax.Array | None]:
     spans = [x for x in index if isinstance(x, Span)]
     exists = None
     for axis, span in enumerate(spans):
-        if span.ragged:
-            shape = tuple(span.size if i == axis else 1 for i in range(len(spans)))
-            inside = (span.rows < span.limit).reshape(shape)
+        if (inside := span.existing) is not None:
+            inside = inside.reshape(tuple(span.size if i == axis else 1 for i in range(len(spans))))
             exists = inside if exists is None else exists & inside
     if exists is not None:
         exists = jnp.broadcast_to(exists, tuple(span.size for span in spans))

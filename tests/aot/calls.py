@@ -64,7 +64,7 @@ COVER = {
         "score_mod": (256,),
         "everything": (64, 128, 256),
     },
-    jnp.float32: {"causal": (64, 128, 256), "everything": (64, 128, 256)},
+    jnp.float32: {"causal": (64, 128, 256), "everything": (64,)},  # they take long to compile
 }
 CALLS = [
     Call(name, D, dtype, **FEATURES[name])

@@ -40,6 +40,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", choices=targets.TARGETS)
     parser.add_argument("--brief", action="store_true", help="the calls of calls.BRIEF only")
+    parser.add_argument("--calls", default="", metavar="TEXT", help='those with this text, "D 128, bfloat16"')
     parser.add_argument("--table", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args()
     rows = of_one(options) if options.target else of_all(options)
@@ -51,7 +52,8 @@ def of_all(options) -> list[str]:
     """The table's rows of all cards, two processes at a time; each prints its report when it is done."""
 
     def run(target):
-        command = [sys.executable, __file__, "--target", target, *["--brief"] * options.brief]
+        command = [sys.executable, __file__, "--target", target, "--calls", options.calls]
+        command += ["--brief"] * options.brief
         return subprocess.run(command, capture_output=True, text=True)
 
     rows, failed = [], []
@@ -74,7 +76,8 @@ def of_one(options) -> list[str]:
     target = targets.TARGETS[options.target]
     mesh = targets.mesh(target)
     uses, wrong = [], []
-    for call in calls.BRIEF if options.brief else calls.CALLS:
+    chosen = calls.BRIEF if options.brief else calls.CALLS
+    for call in (call for call in chosen if options.calls in str(call)):
         start = time.monotonic()
         found, failures = compiled(target, mesh, call)
         print(f"{options.target}, JAX {jax.__version__}: {call} ({time.monotonic() - start:.1f} s)")

@@ -3,7 +3,7 @@
     python tests/golden/make_flash_attn.py
 
 Needs torch, which nothing else here does. Masks and slopes are written out as matrices, rotary
-embeddings as complex numbers, the cache as a loop over its entries. Of each case the file holds the
+embeddings as complex numbers, caches and packed sequences as loops. Of each case the file holds the
 settings (JSON), the inputs, out, lse, the cotangent of out and the gradients that it gives, or the caches.
 """
 
@@ -29,6 +29,15 @@ CASES = {
     "softcap": ((2, 6, 6, 4, 2, 8), dict(softcap=1.5, causal=True)),
     "slopes": ((2, 5, 9, 4, 2, 8), dict(alibi_slopes=SLOPES[0])),
     "slopes of entries": ((2, 5, 9, 4, 2, 8), dict(alibi_slopes=SLOPES, softcap=2.0, causal=True)),
+}
+# name: (lengths of queries, of keys), settings of `flash_attn_varlen_func`; H=4, h=2, D=8, two rows more
+PACKED = {
+    "plain": (([3, 5, 0, 4], [3, 5, 0, 4]), {}),
+    "causal": (([2, 4, 0, 3, 1], [5, 4, 2, 6, 0]), dict(causal=True, softmax_scale=0.3)),
+    "window": (([3, 6, 1], [5, 6, 4]), dict(window_size=[2, 1])),
+    "softcap": (([1, 4, 3], [7, 4, 5]), dict(window_size=[3, -1], softcap=1.5, causal=True)),
+    "slopes": (([3, 1, 4], [3, 6, 5]), dict(alibi_slopes=SLOPES[0], causal=True)),
+    "slopes of sequences": (([3, 0, 5], [4, 2, 5]), dict(alibi_slopes=[*SLOPES, SLOPES[0]])),
 }
 # name: (B, T, entries, S, n, rotary dimension), settings of `flash_attn_with_kvcache`; H=4, h=2, D=8
 STEPS = {
@@ -96,6 +105,39 @@ def of_function(shape, settings, rng):
     return arrays | dict(out=out.detach(), lse=lse.detach(), dq=q.grad, dk=k.grad, dv=v.grad)
 
 
+def of_packed(lengths, settings, rng):
+    """A loop over the sequences, of which those without queries or keys leave zeros."""
+    H, h, D, padding = 4, 2, 8, 2
+    draw = lambda lengths, heads: rng.standard_normal((sum(lengths) + padding, heads, D)).astype(np.float32)
+    n, m = lengths
+    arrays = dict(q=draw(n, H), k=draw(m, h), v=draw(m, h), do=draw(n, H))
+    offsets = [np.append(0, np.cumsum(x)).astype(np.int32) for x in lengths]
+    q, k, v, do = (torch.tensor(x, dtype=torch.float64) for x in arrays.values())
+    for x in (q, k, v):
+        x.requires_grad_()
+    scale = settings.get("softmax_scale", D**-0.5)
+    out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.full((H, len(q)), -math.inf, dtype=q.dtype)
+    for i, (T, t) in enumerate(zip(*lengths)):
+        if T == 0 or t == 0:
+            continue
+        rows, keys = (slice(cu[i], cu[i + 1]) for cu in offsets)
+        own = dict(settings)
+        if np.ndim(own.get("alibi_slopes")) == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][i]
+        x, y = attend(
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            *matrices(T, t, H, 1, own),
+            scale,
+            settings.get("softcap", 0),
+        )
+        out[rows], lse[:, rows] = x[0], y[0]
+    (out * do).sum().backward()
+    arrays |= dict(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    return arrays | dict(out=out.detach(), lse=lse.detach(), dq=q.grad, dk=k.grad, dv=v.grad)
+
+
 def turned(x, cos, sin, interleaved):
     """One row [heads, D], its first channels turned by the angles of `cos` and `sin` [r / 2]."""
     r = 2 * len(cos)
@@ -150,11 +192,13 @@ def of_step(shape, settings, rng):
 def main():
     rng = np.random.default_rng(0)
     held = {}
-    for kind, cases, make in (("function", CASES, of_function), ("step", STEPS, of_step)):
+    kinds = ("function", CASES, of_function), ("step", STEPS, of_step), ("packed", PACKED, of_packed)
+    for kind, cases, make in kinds:
         for name, (shape, settings) in cases.items():
             held[f"{kind}/{name}/settings"] = np.array(json.dumps(settings))
             for key, x in make(shape, settings, rng).items():
-                held[f"{kind}/{name}/{key}"] = np.asarray(x, np.float32)
+                dtype = np.int32 if key.startswith("cu_") else np.float32
+                held[f"{kind}/{name}/{key}"] = np.asarray(x, dtype)
     np.savez_compressed(Path(__file__).with_name("flash_attn.npz"), **held)
 
 
