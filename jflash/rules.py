@@ -9,7 +9,10 @@ of rows that see no key; all of that is arithmetic on their inputs and outputs:
 - d lse / d s = p, so the cotangent of lse is subtracted from delta = rowsum(out·do).
 - A row without keys hands its lse on as +inf, so that exp(s - lse) is 0.
 
-Forward mode and second order: see docs/design-notes.md.
+The tangent of attention is a linear map, T; its transpose B is `backward`. Their derivatives, S and
+H, transpose to each other, so forward mode and second order need these four and nothing else. T, S
+and H are forward mode through the loops of `xla`, whichever implementation is chosen: linear memory,
+and no kernels of their own. `docs/design-notes.md` has the alternatives.
 """
 
 import dataclasses
@@ -53,7 +56,7 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return over(call, operands)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # `shard_map` of a `custom_vjp` does not run eagerly
+@functools.partial(jax.jit, static_argnums=0)  # one program, also where the caller has none
 def _attend_over_mesh(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return sharding.over_explicit_axes(call.problem, operands, functools.partial(_attend_locally, call))
 
@@ -122,12 +125,14 @@ def _backward(call: Call, wanted: frozenset, operands: Operands, out, lse, do, d
     )
 
 
-# The maps. `point` is where; out and lse in it are functions of the operands, kept. Directions e, f
-# and gradients are dicts by place among the operands' leaves, without those that are zero; of
-# cotangents u = (do, dlse) those that are zero are None. `places`: the gradients that are wanted.
+# The four maps. Directions e, f and gradients are dicts by place among the operands' leaves, without
+# those that are zero; of cotangents u = (do, dlse) those that are zero are None. `places`: of the
+# gradients that are wanted.
 
 
 class _Point(NamedTuple):
+    """Where a map is taken; out and lse are functions of the operands, kept."""
+
     operands: Operands
     out: jax.Array
     lse: jax.Array

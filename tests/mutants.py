@@ -62,6 +62,20 @@ MUTANTS = [
         CALL.format("mha, none-float32"),
     ),
     (
+        "lse stands still in second order",
+        "jflash/rules.py",
+        "(f, *_tangent(call, (), point, f))",
+        "(f, *map(jnp.zeros_like, _tangent(call, (), point, f)))",
+        "test_forward_mode.py::test_transformations[reverse over reverse-xla]",
+    ),
+    (
+        "the summed cotangent of what is not mapped",
+        "jflash/linear_maps.py",
+        "x.sum(0) if n is None",
+        "x.mean(0) if n is None",
+        "test_forward_mode.py::test_transformations[gradient of vmap-xla]",
+    ),
+    (
         "dq without the scale",
         "jflash/xla.py",
         'dq = x.product("...gqk,...kD->...gqD", draw, k_)',
