@@ -1,10 +1,12 @@
 """Linear maps as a primitive of JAX: how one is differentiated, transposed and batched.
 
 A map is a function that is linear in its last operands; the others, the residuals, it may depend on
-in any way. Where it is a tangent it is bound as `linear_p` and computed by whoever asks for it: plain
-reverse mode only transposes it. What a transpose gives is asked for, so it is computed at once
-(`value`), and is in its turn a function that JAX can differentiate. All of this is over flat lists of
-arrays.
+in any way. Where it is a tangent (`linear`) it is computed by whoever asks for it: plain reverse mode
+only transposes it. What a transpose gives is asked for (`value`), and so is attention itself, a map
+without linear operands. All of this is over flat lists of arrays.
+
+A primitive rather than `jax.custom_jvp`, whose rule partial evaluation drops within `lax.scan`
+(JAX 0.11), so that gradients of gradients would reverse the loops within.
 """
 
 import contextlib
@@ -14,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 
@@ -23,6 +26,7 @@ class Map:
     """What JAX must know of a linear map. Hashable: a map is a static part of an equation."""
 
     residuals: int  # how many of the operands are residuals; they come first
+    names: tuple[str, ...] = ()  # of the results, for policies of `jax.checkpoint`
 
     def apply(self, *operands) -> list:
         """The results."""
@@ -40,53 +44,46 @@ class Map:
         """A cotangent for each linear operand, from those of the results; None where one is zero."""
         raise NotImplementedError
 
-    def derivative(self, residuals: list, arguments: list, tangents: list) -> list | None:
+    def derivative(self, residuals: list, arguments: list, results: list, tangents: list) -> list | None:
         """The results' tangents along those of the residuals, None where one is zero; None if all are."""
         raise NotImplementedError
 
 
-linear_p = Primitive("jflash_linear")
-linear_p.multiple_results = True
+map_p = Primitive("jflash")
+map_p.multiple_results = True
 
 
 def linear(map: Map, *operands: Any) -> list:
-    """The results of a map, computed once they are asked for."""
-    return linear_p.bind(*operands, map=map, types=tuple(map.types(*operands)))
+    """The results of a map, traced and computed once they are asked for."""
+    return map_p.bind(*operands, map=map, types=tuple(map.types(*operands)), jaxpr=None)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def value(map: Map, *operands: Any) -> tuple:
-    """The results of a map."""
-    return tuple(map.apply(*operands))
+def value(map: Map, *operands: Any) -> list:
+    """The results of a map, traced or computed now."""
+    if not any(isinstance(x, Tracer) for x in operands):
+        return map.apply(*operands)  # nobody transforms it
+    jaxpr = jax.make_jaxpr(map.apply)(*operands)
+    return map_p.bind(*operands, map=map, types=tuple(jaxpr.out_avals), jaxpr=jaxpr)
 
 
-@functools.partial(value.defjvp, symbolic_zeros=True)
-def _value_jvp(map: Map, primals, tangents):
-    results = value(map, *primals)
-    given = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-    return results, tuple(_tangents(map, primals, given, results))
-
-
-def _linear_jvp(primals, tangents, *, map, types):
-    results = linear_p.bind(*primals, map=map, types=types)
+def _jvp(operands, tangents, *, map, types, jaxpr):
+    results = map_p.bind(*operands, map=map, types=types, jaxpr=jaxpr)
+    if map.names:
+        results = [checkpoint_name(x, name) for x, name in zip(results, map.names)]
     given = [None if isinstance(t, ad.Zero) else t for t in tangents]
-    return results, _tangents(map, primals, given, results)
-
-
-def _tangents(map: Map, operands, tangents, results) -> list:
-    residuals, arguments = operands[: map.residuals], operands[map.residuals :]
-    of_residuals, of_arguments = tangents[: map.residuals], tangents[map.residuals :]
+    residuals, arguments = list(operands[: map.residuals]), list(operands[map.residuals :])
+    of_residuals, of_arguments = given[: map.residuals], given[map.residuals :]
     terms = []
     if any(t is not None for t in of_arguments):
         filled = [jnp.zeros_like(x) if t is None else t for x, t in zip(arguments, of_arguments)]
         terms.append(linear(map, *residuals, *filled))
     if any(t is not None for t in of_residuals):
-        terms.append(map.derivative(list(residuals), list(arguments), list(of_residuals)))
+        terms.append(map.derivative(residuals, arguments, results, of_residuals))
     terms = [term for term in terms if term is not None] or [[jnp.zeros_like(x) for x in results]]
-    return [functools.reduce(jnp.add, each) for each in zip(*terms)]
+    return results, [functools.reduce(jnp.add, each) for each in zip(*terms)]
 
 
-def _linear_transpose(cotangents, *operands, map, types):
+def _transpose(cotangents, *operands, map, types, jaxpr):
     given = [None if isinstance(t, ad.Zero) else t for t in cotangents]
     return [None] * map.residuals + map.transpose(list(operands[: map.residuals]), given)
 
@@ -95,10 +92,17 @@ def _linear_transpose(cotangents, *operands, map, types):
 class _Batched(Map):
     """A map under `vmap`. Linear operands that are not mapped get the sum of their cotangents."""
 
-    residuals: int
     map: Map
     axes: tuple
     over: tuple  # the other arguments of `vmap`
+
+    @property
+    def residuals(self):
+        return self.map.residuals
+
+    @property
+    def names(self):
+        return self.map.names
 
     def apply(self, *operands):
         return self._vmap(self.map.apply, self.axes)(*operands)
@@ -114,11 +118,11 @@ class _Batched(Map):
         each = self._vmap(self.map.transpose, (of_residuals, 0))(residuals, cotangents)
         return [x.sum(0) if n is None else jnp.moveaxis(x, 0, n) for x, n in zip(each, of_arguments)]
 
-    def derivative(self, residuals, arguments, tangents):
+    def derivative(self, residuals, arguments, results, tangents):
         of_residuals, of_arguments = self._split()
         of_tangents = [None if t is None else n for t, n in zip(tangents, of_residuals)]
-        return self._vmap(self.map.derivative, (of_residuals, of_arguments, of_tangents))(
-            residuals, arguments, tangents
+        return self._vmap(self.map.derivative, (of_residuals, of_arguments, 0, of_tangents))(
+            residuals, arguments, results, tangents
         )
 
     def _split(self):
@@ -128,25 +132,28 @@ class _Batched(Map):
         return jax.vmap(f, in_axes=axes, **dict(self.over))
 
 
-def _linear_batch(axis, operands, axes, *, map, types):
+def _batch(axis, operands, axes, *, map, types, jaxpr):
     if all(n is None for n in axes):
-        return linear_p.bind(*operands, map=map, types=types), [None] * len(types)
+        return map_p.bind(*operands, map=map, types=types, jaxpr=jaxpr), [None] * len(types)
     names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name or axis.explicit_mesh_axis)
-    batched = _Batched(map.residuals, map, tuple(axes), (("axis_size", axis.size), *names.items()))
-    results = linear(batched, *operands)
+    over = (("axis_size", axis.size), *names.items())
+    batched = _Batched(map, tuple(axes), over)
+    results = (linear if jaxpr is None else value)(batched, *operands)
     return results, [0] * len(results)
 
 
-def _compute(*operands, map, types):
+def _compute(*operands, map, types, jaxpr):
+    if jaxpr is not None:
+        return jaxpr_as_fun(jaxpr)(*operands)
     # A program may be lowered where x64 is off again.
     wide = any(x.dtype.itemsize == 8 for x in operands)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         return map.apply(*operands)
 
 
-linear_p.def_impl(_compute)
-linear_p.def_abstract_eval(lambda *_, map, types: list(types))
-mlir.register_lowering(linear_p, mlir.lower_fun(_compute, multiple_results=True))
-ad.primitive_jvps[linear_p] = _linear_jvp
-ad.primitive_transposes[linear_p] = _linear_transpose
-batching.fancy_primitive_batchers[linear_p] = _linear_batch
+map_p.def_impl(_compute)
+map_p.def_abstract_eval(lambda *_, map, types, jaxpr: list(types))
+mlir.register_lowering(map_p, mlir.lower_fun(_compute, multiple_results=True))
+ad.primitive_jvps[map_p] = _jvp
+ad.primitive_transposes[map_p] = _transpose
+batching.fancy_primitive_batchers[map_p] = _batch

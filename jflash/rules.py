@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.problem import Operands, Problem
 
@@ -68,25 +66,9 @@ def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Arra
     if call.implementation.backward is None:
         problem = call.problem.of(operands)
         return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
-    return _attend(call, operands)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(call: Call, operands: Operands):
-    return _forward(call, operands)
-
-
-# Symbolic zeros tell which gradients are asked for: a full bias that nobody differentiates costs no
-# T·t gradient.
-@functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(call: Call, primals, tangents):
-    (operands,) = primals
-    out, lse = map(checkpoint_name, _attend(call, operands), CHECKPOINT_NAMES)
-    leaves = jax.tree.leaves(tangents[0])
-    e = {n: leaves[n] for n in _places(operands) if not isinstance(leaves[n], SymbolicZero)}
-    if not e:  # only what has no gradient, such as a float that a mask closes over
-        return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
-    return (out, lse), tuple(_linear(_tangent, call, (_Point(operands, out, lse),), e))
+    leaves, tree = jax.tree.flatten(operands)
+    out, lse = linear_maps.value(_Attention(call, tree), *leaves)
+    return out, lse
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -147,6 +129,11 @@ def _places(operands: Operands) -> dict[int, str]:
     }
 
 
+def _directions(operands: Operands, tangents: list) -> dict:
+    """Those of the leaves that have gradients. A full bias that nobody differentiates is not among them."""
+    return {n: tangents[n] for n in _places(operands) if tangents[n] is not None}
+
+
 def _moving(operands: Operands, along: dict) -> tuple[dict, Callable]:
     """Those leaves that move `along` a direction, and a function of them: the operands."""
     leaves, tree = jax.tree.flatten(operands)
@@ -195,6 +182,27 @@ def _gradients_along(call: Call, places, point: _Point, u: tuple, f: dict):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Attention(linear_maps.Map):
+    """(out, lse) at the operands, flat, for `linear_maps`."""
+
+    call: Call
+    tree: Any  # of the operands
+    names = CHECKPOINT_NAMES
+
+    @property
+    def residuals(self):
+        return self.tree.num_leaves
+
+    def apply(self, *operands):
+        return list(_forward(self.call, jax.tree.unflatten(self.tree, operands)))
+
+    def derivative(self, residuals, arguments, results, tangents):
+        point = _Point(jax.tree.unflatten(self.tree, residuals), *results)
+        e = _directions(point.operands, tangents)
+        return _linear(_tangent, self.call, (point,), e) if e else None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Map(linear_maps.Map):
     """One of the four at (residuals, argument), flat, for `linear_maps`."""
 
@@ -225,10 +233,10 @@ class _Map(linear_maps.Map):
         both = to(_tangent, residuals=(point,), argument=g, places=())
         return [x for x, wanted in zip(both, argument) if wanted is not None]
 
-    def derivative(self, residuals, arguments, tangents):
+    def derivative(self, residuals, arguments, results, tangents):
         if self.rule in SECOND:
             (point, *_), argument = jax.tree.unflatten(self.tree, [*residuals, *arguments])
-            f = {n: tangents[n] for n in _places(point.operands) if tangents[n] is not None}
+            f = _directions(point.operands, tangents)
             return _linear(SECOND[self.rule], self.call, (point, argument), f, self.places) if f else None
         moving = {n: t for n, t in enumerate(tangents) if t is not None}
         put = lambda x: [x.get(n, y) for n, y in enumerate(residuals)]
@@ -253,7 +261,7 @@ def _linear(*args, **kw) -> list:
 
 
 def _value(*args, **kw) -> list:
-    return list(linear_maps.value(*_map(*args, **kw)))
+    return linear_maps.value(*_map(*args, **kw))
 
 
 def _plan(problem: Problem, operands: Operands) -> Callable:
