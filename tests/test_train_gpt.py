@@ -170,7 +170,7 @@ def test_attention_flag(flags, names):
 def test_attention_flag_refuses_other_names(capsys):
     with pytest.raises(SystemExit):
         train_gpt.parse(["--attention", "flash"])
-    assert "flash is none of jflash, reference" in capsys.readouterr().err
+    assert "flash is none of jflash, xla, reference" in capsys.readouterr().err
 
 
 def test_gpt2_small_is_gpt2_small():
