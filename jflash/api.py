@@ -336,6 +336,7 @@ def explain(
     xla on cpu: q (1, 1024, 4, 64), k (1, 1024, 4, 64), v (1, 1024, 4, 64), float32
       config:   Config(block_q=512, block_k=512, scores=2097152)
       schedule: empty blocks are skipped, by arithmetic on the block's index
+      derivatives: gradient by xla, forward mode and second order by xla
       not triton: it runs on cuda and rocm, or slowly within jflash.interpret(), and this is for cpu
       not reference: dense, T·t memory: never chosen by itself; ask for it by implementation='reference'
     """

@@ -53,6 +53,14 @@ map_p = Primitive("jflash")
 map_p.multiple_results = True
 
 
+def _to_low(*operands, map, types, jaxpr):
+    # JAX 0.12 lowers types of its own (`hijax`) by tracing anew; what is traced already may hold them.
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+map_p.to_lojax = _to_low
+
+
 def linear(map: Map, *operands: Any) -> list:
     """The results of a map, traced and computed once they are asked for."""
     return map_p.bind(*operands, map=map, types=tuple(map.types(*operands)), jaxpr=None)
