@@ -28,6 +28,9 @@ class Map:
     residuals: int  # how many of the operands are residuals; they come first
     names: tuple[str, ...] = ()  # of the results, for policies of `jax.checkpoint`
 
+    def __repr__(self) -> str:  # short: it stands in every printed jaxpr
+        return type(self).__name__
+
     def apply(self, *operands) -> list:
         """The results."""
         raise NotImplementedError
@@ -96,7 +99,7 @@ def _transpose(cotangents, *operands, map, types, jaxpr):
     return [None] * map.residuals + map.transpose(list(operands[: map.residuals]), given)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Batched(Map):
     """A map under `vmap`. Linear operands that are not mapped get the sum of their cotangents."""
 

@@ -181,7 +181,7 @@ def _gradients_along(call: Call, places, point: _Point, u: tuple, f: dict):
     return jax.jvp(moved, (x, point.out, point.lse), (f, *_tangent(call, (), point, f)))[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Attention(linear_maps.Map):
     """(out, lse) at the operands, flat, for `linear_maps`."""
 
@@ -202,7 +202,7 @@ class _Attention(linear_maps.Map):
         return _linear(_tangent, self.call, (point,), e) if e else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Map(linear_maps.Map):
     """One of the four at (residuals, argument), flat, for `linear_maps`."""
 
