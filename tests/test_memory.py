@@ -73,8 +73,9 @@ def test_memory_is_linear(implementation, transform, kind):
         assert max(sizes.values()) >= length * 2 * 8  # the text does show shapes
         assert max(sizes.values()) < length * length, max(sizes, key=sizes.get)
         used.append(program.memory_analysis().temp_size_in_bytes)
-    # On a line through (or above) the origin four times the length takes at most four times as much.
-    assert 0 < used[1] <= 2.1 * used[0] and used[2] <= 4.2 * used[0], used
+    # On a line through (or above) the origin four times the length takes at most four times as much. Some
+    # more is for the schedule of run-time masks, a byte for each pair of blocks; T·t would be 4 and 16.
+    assert 0 < used[1] <= 2.4 * used[0] and used[2] <= 4.6 * used[0], used
 
 
 def test_the_reference_would_not_pass():
