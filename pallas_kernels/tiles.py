@@ -42,6 +42,13 @@ class Span(NamedTuple):
         return self.rows < self.limit
 
 
+def expand(x: jax.Array, axes: tuple) -> jax.Array:
+    """`x`, whose axes are these of a tile, with the axes that it lacks, of size 1."""
+    if len(axes) == 2:
+        return x if axes == (0, 1) else x.T
+    return x[:, None] if axes == (0,) else x[None, :] if axes else x
+
+
 class Place(NamedTuple):
     """Which pairs: a batch entry, a query head, and rows of q, of k, or both."""
 
@@ -50,15 +57,11 @@ class Place(NamedTuple):
     q: Span | None = None
     k: Span | None = None
     q_axis: int = 0  # along which axis of the tile queries lie; 1: the tile is transposed
+    spread: Callable = expand  # how what lies along some axes of the tile is made to broadcast to it
 
     def upright(self, x: jax.Array, axes: str) -> jax.Array:
         """`x`, whose axes are called `axes` (some of "qk"), as it broadcasts to the tile."""
-        if len(axes) == 2:
-            return x if self.q_axis == 0 else x.T
-        if not axes:
-            return x
-        along = self.q_axis if axes == "q" else 1 - self.q_axis
-        return x[:, None] if along == 0 else x[None, :]
+        return self.spread(x, tuple(self.q_axis if name == "q" else 1 - self.q_axis for name in axes))
 
 
 def value(ref: Any, axes: str, place: Place, load: Callable) -> jax.Array:
