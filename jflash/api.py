@@ -340,19 +340,26 @@ def explain(
       not triton: it runs on cuda and rocm, or slowly within jflash.interpret(), and this is for cpu
       not reference: dense, T·t memory: never chosen by itself; ask for it by implementation='reference'
     """
-    settings = [p for p in inspect.signature(attention).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    arguments = {p.name: p.default for p in settings} | kwargs
+    arguments = DEFAULTS | dict(mask=mask) | kwargs
     record = []
 
     def trace(q, k, v):
-        problem, operands = validate.attention("explain", q, k, v, mask, **arguments)
+        problem, operands = validate.attention("explain", q, k, v, **arguments)
         record.append(backends.explain(problem, operands, arguments["implementation"]))
 
     jax.eval_shape(trace, q, k, v)
     return record[0]
 
 
+# What a call of `attention` leaves out.
+DEFAULTS = {
+    name: p.default for name, p in inspect.signature(attention).parameters.items() if p.default is not p.empty
+}
+
+
 def _attend(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of `attention`, by `call`, which errors name; `arguments` may lack the optional ones."""
+    arguments = DEFAULTS | arguments
     problem, operands = validate.attention(call, **arguments)
     row, _ = backends.choose(problem, arguments["implementation"])
     implementation = row.load()
@@ -361,4 +368,5 @@ def _attend(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]
 
 
 def _attend_packed(call: str, arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """As `_attend`, of the arguments of `varlen_attention`."""
     return _attend(call, packing.in_one_row(call, **arguments))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LOG2E = math.log2(math.e)
 # 2^r for |r| <= 1/2, relative error below 1.0e-7; 1 at 0 exactly. Highest power first.
 EXP2 = (0.001326472731, 0.009671512991, 0.055507335812, 0.240222424269, 0.693147003651, 1.0)
 

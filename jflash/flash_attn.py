@@ -219,7 +219,8 @@ def flash_attn_with_kvcache(
         mask = flags.together(mask, ~Prefix(leftpad))
     keys, values = (x if entry is None else x[entry] for x in (step.k_cache, step.v_cache))
     mods = flags.score_mods(call, softcap, alibi_slopes)
-    out, lse = _call(call, step.q, keys, values, mask, softmax_scale, mods, q_positions=positions)
+    arguments = dict(q=step.q, k=keys, v=values, mask=mask, scale=softmax_scale, score_mod=mods)
+    out, lse = _attend(call, arguments | dict(q_positions=positions))
     results = (out,) + (lse,) * return_softmax_lse
     results += () if k is None else (step.k_cache, step.v_cache)
     return results if len(results) > 1 else out
@@ -257,23 +258,15 @@ def _flash_attn(
     dropout_key: Any,
 ) -> Any:
     validate.flag(call, "return_attn_probs", return_attn_probs)
-    out, lse = _call(
-        call,
-        q,
-        k,
-        v,
-        flags.causal_window(call, causal, window_size),
-        softmax_scale,
-        flags.score_mods(call, softcap, alibi_slopes),
+    arguments = dict(
+        q=q,
+        k=k,
+        v=v,
+        mask=flags.causal_window(call, causal, window_size),
+        scale=softmax_scale,
+        score_mod=flags.score_mods(call, softcap, alibi_slopes),
         dropout=flags.dropout(call, dropout_p, dropout_key),
         deterministic=deterministic,
     )
+    out, lse = _attend(call, arguments)
     return (out, lse, None) if return_attn_probs else out
-
-
-def _call(call: str, q, k, v, mask, scale, score_mod, **settings: Any) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of `attention`, whose errors name `call`."""
-    defaults = dict(bias=None, sinks=None, dropout=None, q_positions=None, k_positions=None)
-    defaults |= dict(precision=None, deterministic=False, implementation=None)
-    arguments = dict(q=q, k=k, v=v, mask=mask, scale=scale, score_mod=score_mod)
-    return _attend(call, arguments | defaults | settings)

@@ -163,12 +163,6 @@ def _flash_attn_varlen(
         score_mod=flags.score_mods(call, softcap, alibi_slopes),
         dropout=flags.dropout(call, dropout_p, dropout_key),
         deterministic=deterministic,
-        bias=None,
-        sinks=None,
-        q_positions=None,
-        k_positions=None,
-        precision=None,
-        implementation=None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )

@@ -56,14 +56,6 @@ map_p = Primitive("jflash")
 map_p.multiple_results = True
 
 
-def _to_low(*operands, map, types, jaxpr):
-    # JAX 0.12 lowers types of its own (`hijax`) by tracing anew; what is traced already may hold them.
-    return jaxpr_as_fun(jaxpr)(*operands)
-
-
-map_p.to_lojax = _to_low
-
-
 def linear(map: Map, *operands: Any) -> list:
     """The results of a map, traced and computed once they are asked for."""
     return map_p.bind(*operands, map=map, types=tuple(map.types(*operands)), jaxpr=None)
@@ -163,6 +155,8 @@ def _compute(*operands, map, types, jaxpr):
 
 
 map_p.def_impl(_compute)
+# JAX 0.12 lowers types of its own (`hijax`) by tracing anew; what is traced already may hold them.
+map_p.to_lojax = _compute
 map_p.def_abstract_eval(lambda *_, map, types, jaxpr: list(types))
 mlir.register_lowering(map_p, mlir.lower_fun(_compute, multiple_results=True))
 ad.primitive_jvps[map_p] = _jvp

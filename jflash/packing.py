@@ -158,8 +158,8 @@ def in_one_row(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     mask: Any,
-    q_positions: Any,
-    k_positions: Any,
+    q_positions: Any = None,
+    k_positions: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The arguments of `attention` that a call of `varlen_attention` amounts to; `call` is its name.

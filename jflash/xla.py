@@ -22,13 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import extras as extra
 from pallas_kernels import pairs as pair_functions
 from pallas_kernels.compat import varying_axes
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.problem import Operands, Problem
+from pallas_kernels.tiles import LOG2E
 
 from . import grouped
-from .exp2 import LOG2E, exp2_by_polynomial
+from .exp2 import exp2_by_polynomial
 from .tiling import At, Tiling, pad, walk
 
 NAME = "xla"
@@ -246,17 +248,9 @@ class _Layout:
 
     def scores(self, raw: jax.Array, at: At, leaves: list | None = None) -> jax.Array:
         """Scores from q·k, in `unit`; `leaves` replaces `cut_extras(at)`."""
-        if self.unit != 1:
-            return raw
         leaves = self.cut_extras(at) if leaves is None else leaves
         extras = jax.tree.unflatten(jax.tree.structure(self.extras), leaves)
-        scale: Any = self.problem.scale if extras["scale"] is None else extras["scale"]
-        s = raw * scale
-        if extras["bias"] is not None:
-            s = s + extras["bias"].astype(s.dtype)
-        for mod in extras["mods"]:
-            s = mod(s, self.pairs_at(at))
-        return s
+        return extra.scores(self.problem, extras, raw, self.pairs_at(at) if extras["mods"] else None)
 
     def visible(self, at: At) -> jax.Array:
         """Where a pair takes part; broadcasts to [*batch, h, group, block_q, block_k]."""
@@ -317,8 +311,7 @@ class _Layout:
 
     def restore_extras(self, operands: Operands, sums: list, diff: list[bool], wanted) -> dict:
         """Gradients in the shapes and dtypes of `operands`, from those of the laid out ones."""
-        originals = dict(scale=operands.scale, bias=operands.bias, mods=operands.mods)
-        leaves, tree = jax.tree.flatten(originals)
+        leaves, tree = jax.tree.flatten(extra.fields(operands))
         unfilled = jax.tree.leaves(_view_extras(self.problem, operands, lambda x: x))
 
         def restore(original, like, total):
@@ -353,8 +346,6 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, plan: Any) ->
     dropout = None
     if 0 < problem.dropout_rate < 1:
         dropout = (operands.dropout[0], operands.dropout[1]), operands.row_offsets or (0, 0)
-    # Where scores are q·k and a factor, the factor waits for the exponential: a pass less.
-    scale, plain = problem.scale, operands.bias is None and not operands.mods
     k = fill(grouped.keys(operands.k).astype(wide), "hkD")
     return _Layout(
         problem=problem,
@@ -365,7 +356,7 @@ def _lay_out(problem: Problem, operands: Operands, config: Config, plan: Any) ->
         k=k,
         k_t=k.mT,
         v=fill(grouped.keys(operands.v).astype(wide), "hkd"),
-        unit=scale if plain and scale is not None and scale > 0 else 1.0,
+        unit=extra.factor(problem, operands),  # it waits for the exponential: a pass less
         pairs=grouped.pairs(problem, operands, (sizes["q"], sizes["k"])),
         mask=None if operands.mask is None else operands.mask.map(**views),
         extras=_view_extras(problem, operands, fill),

@@ -1,4 +1,4 @@
-"""Gradients of what scores depend on beside q and k: scale, bias and the data of score modifiers.
+"""What scores depend on beside q and k: scale, bias and score modifiers; and its gradients.
 
 A kernel sums a gradient over the pairs that it visits, as far as it can alone; the rest is summed
 here. Everything is seen as an array that broadcasts to [*batch, H, T, t], the frame.
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .problem import Operands
+from .pairs import Pairs
+from .problem import Operands, Problem
 
 
 class Extra(NamedTuple):
@@ -28,6 +29,33 @@ class Extra(NamedTuple):
 
 def fields(operands: Operands) -> dict:
     return dict(scale=operands.scale, bias=operands.bias, mods=operands.mods)
+
+
+def is_plain(problem: Problem, extras: dict) -> bool:
+    """Whether scores are q·k times a positive static factor, which can wait for the exponential."""
+    alone = extras["bias"] is None and not extras["mods"]
+    return alone and problem.scale is not None and problem.scale > 0
+
+
+def factor(problem: Problem, operands: Operands) -> float:
+    """What a result of `scores` must be multiplied by to be in nats."""
+    return problem.scale if is_plain(problem, fields(operands)) else 1.0  # pyright: ignore[reportReturnType]
+
+
+def scores(problem: Problem, extras: dict, raw: jax.Array, pairs: Pairs | None) -> jax.Array:
+    """Scores from q·k, before the mask; of a plain call, not scaled yet (see `factor`).
+
+    `extras`, which are the `fields`, and `pairs`, which only modifiers need, broadcast to the tile `raw`.
+    """
+    if is_plain(problem, extras):
+        return raw
+    scale: Any = problem.scale if extras["scale"] is None else extras["scale"]
+    s = raw * scale
+    if extras["bias"] is not None:
+        s = s + extras["bias"].astype(s.dtype)
+    for mod in extras["mods"]:
+        s = mod(s, pairs)
+    return s
 
 
 def wanted(operands: Operands, names: frozenset[str]) -> list[Extra]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import pairs as pair_functions
-from .extras import fields
+from .extras import factor, fields, is_plain, scores
 from .pairs import Pairs
 from .problem import Operands, Problem, batch_index, head_index
 
@@ -84,22 +84,9 @@ class Tile:
     operands: Operands
     pairs: Pairs
 
-    @property
-    def plain(self) -> bool:
-        return is_plain(self.problem, self.operands)
-
     def scores(self, raw: jax.Array, extras: dict | None = None) -> jax.Array:
-        """Scores from q·k, before the mask; of a plain call, not scaled yet (see `unit`)."""
-        if self.plain:
-            return raw
-        extras = fields(self.operands) if extras is None else extras
-        scale: Any = self.problem.scale if extras["scale"] is None else extras["scale"]
-        s = raw * scale
-        if extras["bias"] is not None:
-            s = s + extras["bias"].astype(s.dtype)
-        for mod in extras["mods"]:
-            s = mod(s, self.pairs)
-        return s
+        """`extras.scores` of q·k; `extras` replaces the fields of the operands."""
+        return scores(self.problem, extras or fields(self.operands), raw, self.pairs)
 
     def visible(self, shape: tuple) -> jax.Array:
         """Where a pair takes part; boolean of the tile's shape."""
@@ -139,17 +126,6 @@ def keep_scale(problem: Problem) -> float:
     return 1.0 if problem.dropout_rate in (0, 1) else 1 / (1 - problem.dropout_rate)
 
 
-def is_plain(problem: Problem, operands: Operands) -> bool:
-    """Whether scores are q·k times a positive static factor, which can wait for the exponential."""
-    extras = operands.bias is not None or operands.mods
-    return not extras and problem.scale is not None and problem.scale > 0
-
-
-def factor(problem: Problem, operands: Operands) -> float:
-    """What turns `Tile.scores` into scores."""
-    return problem.scale if is_plain(problem, operands) else 1.0  # pyright: ignore[reportReturnType]
-
-
 def exponent(problem: Problem, operands: Operands, s: jax.Array, base: jax.Array) -> jax.Array:
     """What 2 is raised to: (s - base) in nats, where s and base are as `Tile.scores` gives them.
 
@@ -158,7 +134,7 @@ def exponent(problem: Problem, operands: Operands, s: jax.Array, base: jax.Array
     difference comes first.
     """
     c = LOG2E * factor(problem, operands)
-    if is_plain(problem, operands) and problem.dtype.itemsize == 2:
+    if is_plain(problem, fields(operands)) and problem.dtype.itemsize == 2:
         return s * c - base * c
     return (s - base) * c
 

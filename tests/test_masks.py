@@ -1,25 +1,21 @@
 """Every named mask against its dense twin, whichever shapes it meets."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import MASKS, SHAPES, grid
 
-import jflash
 from jflash import Causal, Dense, Window, validate
+from jflash.api import DEFAULTS
 from pallas_kernels.pairs import Pairs
-
-SETTINGS = {name: p.default for name, p in inspect.signature(jflash.attention).parameters.items()}
 
 
 def visible(shape, mask, **more):
     """What the validated mask shows, [*batch, H, T, t]."""
     batch, T, t, H, h, D, d = shape
     q, k = np.zeros((*batch, T, H, D), np.float32), np.zeros((*batch, t, h, D), np.float32)
-    arguments = SETTINGS | dict(q=q, k=k, v=k, mask=mask) | more
+    arguments = DEFAULTS | dict(q=q, k=k, v=k, mask=mask) | more
     _, operands = validate.attention("attention", **arguments)
     positions = (more.get(f"{side}_positions") for side in "qk")
     at = Pairs(*(np.int32(x) for x in grid(shape, *positions)))

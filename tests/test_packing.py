@@ -1,7 +1,6 @@
 """Packed sequences: against dense attention under a matrix by NumPy, and a loop over the sequences."""
 
 import functools
-import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -31,10 +30,8 @@ from jflash import (
     varlen_attention,
     varlen_attention_with_lse,
 )
+from jflash.api import DEFAULTS
 
-DEFAULTS = {
-    name: p.default for name, p in inspect.signature(attention).parameters.items() if p.kind == p.KEYWORD_ONLY
-}
 N, M = 40, 52  # rows of queries and keys
 
 

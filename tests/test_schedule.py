@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 
 import jax
@@ -20,24 +19,21 @@ from jflash import (
     Prefix,
     Segments,
     Window,
-    attention,
     backends,
     grouped,
     schedule,
     validate,
 )
+from jflash.api import DEFAULTS
 from jflash.masks import Moved
 
 B, H = 2, 2
-DEFAULTS = {
-    name: p.default for name, p in inspect.signature(attention).parameters.items() if p.kind == p.KEYWORD_ONLY
-}
 
 
 def problem_of(mask, T, t, **more):
     """(problem, operands) of a call with this mask."""
     x = lambda n: jnp.zeros((B, n, H, 4))
-    return validate.attention("test", x(T), x(t), x(t), mask, **DEFAULTS | more)
+    return validate.attention("test", x(T), x(t), x(t), **DEFAULTS | dict(mask=mask) | more)
 
 
 def dense_by_jflash(problem, operands):

@@ -128,7 +128,7 @@ def _dkv(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sche
     zeros = lambda size: jnp.zeros((block.block_k, channels(size).size), jnp.float32)
     carry = zeros(problem.D), zeros(problem.d)
     dk, dv = of_head(0, carry) if problem.group == 1 else _loop(problem.group, of_head, carry)
-    store(outputs["k"], (*own, channels(problem.D)), dk * tiles.factor(problem, refs))
+    store(outputs["k"], (*own, channels(problem.D)), dk * extra.factor(problem, refs))
     store(outputs["v"], (*own, channels(problem.d)), dv * tiles.keep_scale(problem))
 
 
@@ -151,7 +151,7 @@ def _dq(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sched
     dq = jnp.zeros((block.block_q, channels(problem.D).size), jnp.float32)
     sums = [jnp.zeros((block.block_q, 1), jnp.float32)] * len(mine)
     dq, sums = over_visits(schedule, visits_of(schedule, i, tuple(entry)), visit, (dq, sums))
-    store(outputs["q"], (*entry, q_span, h, channels(problem.D)), dq * tiles.factor(problem, refs))
+    store(outputs["q"], (*entry, q_span, h, channels(problem.D)), dq * extra.factor(problem, refs))
     for x, total in zip(mine, sums):
         store(outputs[x.place], (*entry, h, q_span), total.reshape(-1))
 
@@ -233,7 +233,7 @@ def _tile_gradients(tile: Tile, raw, dp, lse, delta, masked: bool, extras: list[
     if masked:
         s = jnp.where(visible, s, -jnp.inf)
         dp = jnp.where(visible, dp, 0)  # whatever a hidden key holds
-    p = exp2(problem, tiles.exponent(problem, operands, s, lse / tiles.factor(problem, operands)))
+    p = exp2(problem, tiles.exponent(problem, operands, s, lse / extra.factor(problem, operands)))
     ds = p * (tile.kept(dp) * tiles.keep_scale(problem) - delta)
     draw, parts = pull(ds)
     if masked and operands.mods:

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import extras as extra
 from .. import tiles
 from ..problem import Operands, Problem
 from ..tiles import Place, Span
@@ -112,7 +113,7 @@ def _kernel(problem: Problem, config: Config, program, refs: Operands, schedule,
     l = jnp.where(empty, 1, l)
     out = acc * (tiles.keep_scale(problem) / l)[:, None]
     store(outputs["out"], (*entry, q_span, h, channels(problem.d)), out)
-    store(outputs["lse"], (*entry, h, q_span), m * tiles.factor(problem, refs) + jnp.log(l))
+    store(outputs["lse"], (*entry, h, q_span), m * extra.factor(problem, refs) + jnp.log(l))
 
 
 def _with_frozen_maximum(problem: Problem, schedule, visits, scores, visit, carry) -> tuple:
