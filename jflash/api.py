@@ -351,7 +351,7 @@ def explain(
     return record[0]
 
 
-# What a call of `attention` leaves out.
+# The arguments of `attention` that a call may leave out.
 DEFAULTS = {
     name: p.default for name, p in inspect.signature(attention).parameters.items() if p.default is not p.empty
 }

@@ -14,7 +14,7 @@ from .problem import Operands, Problem
 
 
 class Extra(NamedTuple):
-    """A leaf of `leaves` that gets a gradient."""
+    """A leaf of `fields` that gets a gradient."""
 
     place: int  # among the leaves
     frame: tuple  # its shape as it broadcasts to [*batch, H, T, t]

@@ -1,7 +1,7 @@
 """What every kernel does with a tile of pairs: the rows that it loads, scores, visibility, dropout.
 
 A kernel gets the `Operands` of the call with references in place of arrays. `Place` says which
-rows a tile covers, `viewed` loads what depends on one side of it, and `Tile` holds the values, which
+rows a tile covers, `rows` loads what depends on one side of it, and `Tile` holds the values, which
 broadcast to the tile's shape. A kernel brings its own `load(ref, index)`; all else is shared.
 """
 

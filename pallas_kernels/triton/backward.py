@@ -51,12 +51,11 @@ def backward(
         return launch(
             lambda program, refs, outputs: kernel(problem, block, extras, program, *refs, outputs),
             problem,
+            block,
             f"jflash_{name}",
             math.prod(over(schedule)),
             (words, do, lse, delta, schedule),
             outputs,
-            block.num_warps,
-            block.num_stages,
         )
 
     of_keys = {x.place: ((*heads, problem.t), jnp.float32) for x in extras if x.axes == "k"}

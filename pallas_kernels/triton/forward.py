@@ -48,6 +48,7 @@ def forward(
     results = launch(
         lambda program, refs, outputs: _kernel(problem, config, program, refs[0], refs[1], outputs),
         problem,
+        block,
         "jflash_forward",
         math.prod((*problem.batch, problem.H, schedule.outer)),
         (operands, schedule),
@@ -55,8 +56,6 @@ def forward(
             out=((*problem.batch, problem.T, problem.H, problem.d), problem.dtype),
             lse=((*problem.batch, problem.H, problem.T), jnp.float32),
         ),
-        block.num_warps,
-        block.num_stages,
     )
     return results["out"], results["lse"]
 
@@ -85,12 +84,11 @@ def _kernel(problem: Problem, config: Config, program, refs: Operands, schedule,
         if masked:
             visible = tile.visible(s.shape)
             s = jnp.where(visible, s, -jnp.inf)
+        m_new = m if frozen else jnp.maximum(m, s.max(1))
+        base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
         if not frozen:
-            m_new = jnp.maximum(m, s.max(1))
-            base = jnp.where(m_new == -jnp.inf, 0, m_new)  # a row that has seen no key yet
             shrink = exp2(problem, tiles.exponent(problem, refs, m, base))
             m, l, acc = m_new, l * shrink, acc * shrink[:, None]
-        base = jnp.where(m == -jnp.inf, 0, m)
         p = exp2(problem, tiles.exponent(problem, refs, s, base[:, None]))
         l = l + p.sum(1)
         v = load(refs.v, (*at, channels(problem.d)))  # [block_k, d]

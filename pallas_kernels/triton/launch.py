@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from ..problem import Problem
+from .config import Block
 
 NARROW = 2**31  # elements: what offsets of 32 bits reach
 
@@ -18,12 +19,11 @@ NARROW = 2**31  # elements: what offsets of 32 bits reach
 def launch(
     kernel: Callable,
     problem: Problem,
+    block: Block,
     name: str,
     programs: int,
     operands: Any,
     outputs: dict[Any, tuple],
-    num_warps: int,
-    num_stages: int,
 ) -> dict[Any, jax.Array]:
     """Runs `kernel(program, operands, outputs)` `programs` times.
 
@@ -46,7 +46,7 @@ def launch(
         body,
         grid=(programs,),
         out_shape=list(shapes.values()),
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=plt.CompilerParams(num_warps=block.num_warps, num_stages=block.num_stages),
         interpret=problem.interpret,
         name=name,
     )(*map(_addressable, leaves))
