@@ -4,6 +4,7 @@ Nothing here imports jax, or what imports it, before pytest_configure has chosen
 persistent compilation cache stays off: a program compiled on another CPU may come back from it.
 """
 
+import dataclasses
 import os
 
 import pytest
@@ -43,3 +44,42 @@ def drop_compiled_programs():
     import jax
 
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Half of the time, for modules that compare what does not depend on XLA's optimisations."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def small_blocks():
+    """Tiles of which short sequences have several."""
+    from programs import tiled
+
+    with tiled("xla"):
+        yield
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch):
+    """Blocks of 4 rows and one head, so that arrays of 6 rows are walked as long ones are."""
+    from jflash import xla
+
+    default = xla.default_config
+    small = lambda problem: dataclasses.replace(default(problem), block_q=4, block_k=4, scores=32)
+    monkeypatch.setattr(xla, "default_config", small)
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the annotations' own checks, which only tests have."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -7,38 +7,21 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from accuracy import assert_as_accurate
+from arrays import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import tiled
 
 import jflash
 from jflash import Alibi, Causal, Dropout, Function, Segments, Window, grouped, schedule
 
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_blocks")
+
 B, N, K, H = 2, 4, 2, 8
 SAMPLES = 8
 ours, theirs = jflash.dot_product_attention, jax.nn.dot_product_attention
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks():
-    with tiled("xla"):
-        yield
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def qkv(T=21, S=21, K=K, dtype=jnp.float32, seed=0):
@@ -448,12 +431,8 @@ def test_other_extras_are_those_of_attention():
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
-def test_errors(settings, error, words):
+def test_errors(as_users_run_it, settings, error, words):
     pattern = "(?s)^`dot_product_attention\\(.*" if words.startswith("(") else "(?s)"
     pattern += ".*".join(re.escape(word) for word in words.removeprefix("(").split(" ... "))
-    jaxtyping.config.update("jaxtyping_disable", True)  # as users run it
-    try:
-        with pytest.raises(error, match=pattern):
-            ours(**dict(zip(("query", "key", "value"), qkv())) | settings)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(error, match=pattern):
+        ours(**dict(zip(("query", "key", "value"), qkv())) | settings)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,15 +24,9 @@ import jflash
 import jflash.xla
 from jflash import Alibi, Causal, Dense, Dropout, Prefix, Segments, SoftCap, Window
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BOTH = pytest.mark.parametrize("implementation", [None, "reference"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @contextlib.contextmanager
@@ -40,10 +35,6 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def qkv(B, T, H, D, t=None, h=None, d=None, dtype=jnp.float32, seed=0):

@@ -9,11 +9,10 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from arrays import normal
 from golden.flash_attn import read
-from programs import tiled
 
 import jflash
 from jflash import Alibi, Causal, Dropout, SoftCap, Window
@@ -24,28 +23,12 @@ from jflash.flash_attn import (
     flash_attn_with_kvcache,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_blocks")
+
 B, H, h, D, S = 2, 4, 2, 8, 12
 
 
 FUNCTION, STEP = read("function"), read("step")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks():
-    with tiled("xla"):
-        yield
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def qkv(T, t, dtype=jnp.float32):
@@ -444,7 +427,7 @@ ONES = jnp.ones((S, 4))
     ],
     ids=lambda x: getattr(x, "__name__", " ".join(x) if isinstance(x, dict) else ""),
 )
-def test_errors(call, arguments, error, words):
+def test_errors(as_users_run_it, call, arguments, error, words):
     given = {
         flash_attn_func: dict(zip("qkv", qkv(5, 9))),
         flash_attn_with_kvcache: CACHE,
@@ -452,12 +435,8 @@ def test_errors(call, arguments, error, words):
     pattern = f"(?s)^`{call.__name__}\\(.*" + ".*".join(
         re.escape(x) for x in words.lstrip("(").split(" ... ")
     )
-    jaxtyping.config.update("jaxtyping_disable", True)  # as users run it
-    try:
-        with pytest.raises(error, match=pattern):
-            call(**given | arguments)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(error, match=pattern):
+        call(**given | arguments)
 
 
 def test_a_larger_cache_gets_a_hint():

@@ -5,11 +5,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from arrays import normal
 from golden.flash_attn import read
-from programs import tiled
 
 import jflash
 from jflash import Causal, Dropout, SoftCap, Window
@@ -21,30 +20,14 @@ from jflash.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_blocks")
+
 H, h, D = 4, 2, 8
 CASES = read("packed")
 Q = np.array([0, 3, 3, 8], np.int32)
 K = np.array([0, 4, 6, 11], np.int32)  # the second sequence has keys only
 N, M = 10, 12  # with two rows of padding and with one
 PACKED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks():
-    with tiled("xla"):
-        yield
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def qkv():
@@ -217,13 +200,9 @@ def test_rank_promotion_may_be_an_error():
     ],
     ids=lambda x: getattr(x, "__name__", " ".join(x) if isinstance(x, dict) else ""),
 )
-def test_errors(call, arguments, error, words):
+def test_errors(as_users_run_it, call, arguments, error, words):
     given = dict(zip("qkv", qkv()), cu_seqlens_q=Q, cu_seqlens_k=K, max_seqlen_q=5, max_seqlen_k=5)
     given = given if call is flash_attn_varlen_func else {}
     parts = map(re.escape, words.split(" ... "))
-    jaxtyping.config.update("jaxtyping_disable", True)  # as users run it
-    try:
-        with pytest.raises(error, match=rf"(?s)^`{call.__name__}" + ".*".join(parts)):
-            call(**given | arguments)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    with pytest.raises(error, match=rf"(?s)^`{call.__name__}" + ".*".join(parts)):
+        call(**given | arguments)

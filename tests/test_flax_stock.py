@@ -6,9 +6,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from arrays import normal
 from flax import linen, nnx
 
 import jflash
@@ -18,20 +18,10 @@ from jflash import Alibi, Causal, Function, Segments, SoftCap
 from jflash.nnx import attention_fn
 from jflash.rotary import Rotary
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 IN_LINEN = linen.dot_product_attention
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def close(got, want, atol=1e-5):
@@ -281,14 +271,6 @@ def test_dropout_of_the_layers():
 
 
 # Refusals
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the annotations' own checks, which only tests have."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 X = jnp.ones((2, 5, 4, 8))

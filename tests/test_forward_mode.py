@@ -8,27 +8,31 @@ import contextlib
 import functools
 import re
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import FLOATS, attention
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import QUICK
 
 import jflash
-from jflash import Alibi, Causal, Dropout, Prefix, Segments, SoftCap, Window, xla
+from jflash import Causal, xla
 from pallas_kernels import triton
 
-B, T, H, h, D, d = 2, 18, 4, 2, 8, 4
+T = 18
 TILE = triton.Block(16, 16, 4, 1)
 CONFIGS = {"xla": xla.Config(8, 8, scores=128), "triton": triton.Config(TILE, TILE, TILE)}
 IMPLEMENTATIONS = {"xla": (jnp.float64, 1e-11), "triton": (jnp.float32, 2e-4)}
-FLOATS = ("q", "k", "v", "bias", "scale", "sinks", "slopes", "cap")
 EVERYTHING = ("bias", "scale", "sinks", "slopes", "cap", "ids", "key")
 FEW = ("bias", "sinks", "ids")
 jit = functools.partial(jax.jit, compiler_options=QUICK)
+normal = functools.partial(arrays.numpy_normal, dtype=np.float64)
+operands = functools.partial(arrays.operands, T=T)
+by_xla = functools.partial(attention, implementation="xla")
 
 
 @pytest.fixture(autouse=True)
@@ -42,52 +46,6 @@ def small_tiles(monkeypatch):
 def environment(implementation):
     with jax.enable_x64(True), jflash.interpret() if implementation == "triton" else contextlib.nullcontext():
         yield
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def operands(*names, B=B, H=H, h=h):
-    """Those of `names`, and always q, k and v; in the second entry of the batch some rows see nothing."""
-    ids = np.stack([np.arange(T) // 7, np.where(np.arange(T) % 5 == 2, -1, np.arange(T) // 4)])
-    everything = dict(
-        q=lambda: normal(B, T, H, D, seed=1),
-        k=lambda: normal(B, T, h, D, seed=2),
-        v=lambda: normal(B, T, h, d, seed=3),
-        bias=lambda: normal(1, H, T, T, seed=4),
-        scale=lambda: np.float64(0.4),
-        sinks=lambda: normal(H, seed=5),
-        slopes=lambda: np.abs(normal(H, seed=6)),
-        cap=lambda: np.float64(2.0),
-        ids=lambda: np.resize(ids, (B, T)).astype(np.int32),
-        prefix=lambda: np.resize([5, T, 0], B).astype(np.int32),
-        left=lambda: np.int32(6),
-        key=lambda: np.array([3, 5], np.uint32),
-    )
-    return {name: everything[name]() for name in ("q", "k", "v", *names)}
-
-
-def attend(x, implementation):
-    """(out, lse) of causal attention with the extras that `x` holds."""
-    mask = Causal()
-    if "ids" in x:
-        mask = mask & Segments(x["ids"])
-    if "left" in x:
-        mask = mask & Window(x["left"], None)
-    if "prefix" in x:
-        mask = mask | Prefix(x["prefix"])
-    mods = [kind(x[name]) for name, kind in (("cap", SoftCap), ("slopes", Alibi)) if name in x]
-    given = {name: x[name] for name in ("bias", "scale", "sinks") if name in x}
-    dropout = Dropout(0.4, x["key"]) if "key" in x else None
-    return jflash.attention_with_lse(
-        *map(x.get, "qkv"),
-        mask,
-        score_mod=tuple(mods) or None,
-        dropout=dropout,
-        implementation=implementation,
-        **given,
-    )
 
 
 def loss(results):
@@ -191,7 +149,7 @@ def exact(transform, names):
 def answer(transform, names, implementation, dtype):
     with environment(implementation):
         x, floats, e = inputs(names, dtype)
-        f = lambda floats, x: attend(x | floats, implementation)
+        f = lambda floats, x: attention(x | floats, implementation=implementation)
         program = jit(lambda floats, x, e: transform(lambda y: f(floats | y, x), floats, e))
         return jax.device_get(program(floats, x, e))
 
@@ -300,12 +258,12 @@ def test_meshes_equal_one_device(kind):
     x = {name: y.astype(jnp.float32) if name in FLOATS else y for name, y in x.items()}
     e = {name: jnp.asarray(normal(*x[name].shape, seed=60), jnp.float32) for name in x if name in FLOATS}
     ids = {"ids": x.pop("ids")}
-    call = lambda x: attend(x, "xla")
-    wanted = jax.device_get(jit(lambda x, e: second_order(lambda y: call(y | ids), x, e))(x, e))
+    wanted = jax.device_get(jit(lambda x, e: second_order(lambda y: by_xla(y | ids), x, e))(x, e))
     over = mesh((2, 2), ("x", "y"), AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    call = by_xla
     if kind == "shard_map":
         specs = ({name: BY_BOTH[name] for name in (*x, "ids")},)
-        call = jax.shard_map(call, mesh=over, in_specs=specs, out_specs=OUT_SPECS)
+        call = jax.shard_map(by_xla, mesh=over, in_specs=specs, out_specs=OUT_SPECS)
     place = lambda x: {name: jax.device_put(y, NamedSharding(over, BY_BOTH[name])) for name, y in x.items()}
     with jax.set_mesh(over):
         program = jit(lambda x, e, ids: second_order(lambda y: call(y | ids), x, e))
@@ -315,7 +273,7 @@ def test_meshes_equal_one_device(kind):
 
 def test_forward_mode_inside_shard_map_and_pmap_communicates_nothing():
     x = jnp.asarray(normal(2, T, 2, 4), jnp.float32)
-    f = lambda q: attend(dict(q=q, k=q, v=q), "xla")
+    f = lambda q: by_xla(dict(q=q, k=q, v=q))
     local = lambda x: second_order(f, x, jnp.cos(x))
     local = lambda x: (jax.jvp(f, (x,), (x,)), jax.jvp(jax.grad(lambda x: loss(f(x))), (x,), (x,)))
     alone = jax.device_get(jax.jit(jax.vmap(local))(x[:, None]))
@@ -334,7 +292,7 @@ def test_export_with_a_symbolic_batch():
     b = jax.export.symbolic_shape("b")[0]
 
     def call(q, e):
-        f = lambda q: attend(dict(q=q, k=q, v=q), "xla")
+        f = lambda q: by_xla(dict(q=q, k=q, v=q))
         return jax.jvp(f, (q,), (e,)), jax.jvp(jax.grad(lambda q: jnp.sin(f(q)[0]).sum()), (q,), (e,))
 
     q, e = (jnp.asarray(normal(3, T, 2, 4, seed=n), jnp.float32) for n in (1, 2))
@@ -351,7 +309,7 @@ def test_hidden_keys_and_empty_rows_may_hold_nan():
     e = {name: jnp.asarray(normal(*y.shape, seed=60), jnp.float32) for name, y in x.items()}
     padding = jnp.arange(T)[None, :, None, None] >= jnp.array([T, 11])[:, None, None, None]
     ids = jnp.where(padding[:, :, 0, 0], -1, 0)
-    both = lambda x, e: second_order(lambda x: attend(x | {"ids": ids}, "xla"), x, e)[:2]
+    both = lambda x, e: second_order(lambda x: by_xla(x | {"ids": ids}), x, e)[:2]
     fill = lambda x, value: {name: jnp.where(padding, value, y) for name, y in x.items()}
     with jax.debug_nans(True):
         wanted = jit(both)(fill(x, 0), fill(e, 0))
@@ -365,7 +323,7 @@ def test_hidden_keys_and_empty_rows_may_hold_nan():
 
 def test_second_order_is_bitwise_deterministic():
     _, floats, e = inputs(FEW, jnp.float32)
-    f = lambda x: attend(x | {"ids": operands("ids")["ids"]}, "xla")
+    f = lambda x: by_xla(x | {"ids": operands("ids")["ids"]})
     program = jit(lambda x, e: second_order(f, x, e))
     jax.tree.map(np.testing.assert_array_equal, program(floats, e), program(floats, e))
 
@@ -375,10 +333,9 @@ def test_integers_have_no_tangent():
     x = {name: y.astype(jnp.float32) if name in FLOATS else y for name, y in x.items()}
     zero = lambda y: np.zeros(y.shape, jax.dtypes.float0)
     e = {name: jnp.ones_like(y) if name in FLOATS else zero(y) for name, y in x.items()}
-    f = lambda x: attend(x, "xla")
-    got = jax.jvp(f, (x,), (e,))[1]
+    got = jax.jvp(by_xla, (x,), (e,))[1]
     floats = {name: y for name, y in x.items() if name in FLOATS}
-    wanted = jax.jvp(lambda y: f(x | y), (floats,), ({name: e[name] for name in floats},))[1]
+    wanted = jax.jvp(lambda y: by_xla(x | y), (floats,), ({name: e[name] for name in floats},))[1]
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
@@ -389,7 +346,7 @@ def test_what_no_gradient_reaches_has_no_tangent():
     _, tangents = jax.jvp(lambda c: jflash.attention_with_lse(q, q, q, mask(c)), (2.0,), (1.0,))
     assert all((t == 0).all() for t in tangents)
     assert jax.hessian(lambda c: loss(jflash.attention_with_lse(q * c, q, q, mask(c))))(2.0) != 0
-    _, tangents = jax.jvp(lambda q: attend(dict(q=q, k=q, v=q), "xla"), (q[:0],), (q[:0],))
+    _, tangents = jax.jvp(lambda q: by_xla(dict(q=q, k=q, v=q)), (q[:0],), (q[:0],))
     assert tangents[0].shape == (0, 4, 1, 2)
 
 
@@ -413,7 +370,7 @@ def test_a_bias_that_nobody_differentiates_costs_no_tangent():
     """Nor a gradient of T·t elements, in first and second order."""
     length = 1024
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    f = lambda q, bias: jnp.sin(attend(dict(q=q, k=q, v=q, bias=bias), "xla")[0]).sum()
+    f = lambda q, bias: jnp.sin(by_xla(dict(q=q, k=q, v=q, bias=bias))[0]).sum()
 
     def both(q, e, bias):
         along = lambda g: jax.jvp(lambda q: g(q, bias), (q,), (e,))
@@ -425,7 +382,7 @@ def test_a_bias_that_nobody_differentiates_costs_no_tangent():
 
 def test_lowered_where_the_trace_was_not():
     """Tangents are traced when the program is lowered, and x64 may be off again by then."""
-    program = lambda x, e: jit(lambda x, e: jax.jvp(lambda x: attend(x, "xla")[0], (x,), (e,))[1]).trace(x, e)
+    program = lambda x, e: jit(lambda x, e: jax.jvp(lambda x: by_xla(x)[0], (x,), (e,))[1]).trace(x, e)
     with jax.enable_x64(True):
         _, x, e = inputs((), jnp.float64)
         traced = program(x, e)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from flax import linen as nn
 from flax import nnx
 
@@ -12,17 +13,7 @@ from jflash import Causal, Segments, Window
 from jflash.linen import FlashMultiHeadAttention
 from jflash.rotary import Rotary
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def initial(layer, *inputs, seed=0, **settings):

@@ -2,9 +2,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from arrays import normal
 from flax import nnx
 
 import jflash
@@ -13,17 +13,7 @@ from jflash import Causal, Segments, Window
 from jflash.nnx import FlashMultiHeadAttention
 from jflash.rotary import Rotary
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def turned(x, positions, rotary):
@@ -680,13 +670,9 @@ def test_parameters_are_sharded_by_the_names_of_their_axes():
         (dict(sharding="abc"), r"sharding=...\)`: .* Got 'abc'"),
     ],
 )
-def test_settings_that_are_none(settings, words):
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        with pytest.raises(ValueError, match=words):
-            FlashMultiHeadAttention(16, 2, **settings, rngs=nnx.Rngs(0))
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+def test_settings_that_are_none(as_users_run_it, settings, words):
+    with pytest.raises(ValueError, match=words):
+        FlashMultiHeadAttention(16, 2, **settings, rngs=nnx.Rngs(0))
 
 
 def test_slopes_of_any_number_of_heads():

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from accuracy import assert_as_accurate, plain_attention
+from arrays import numpy_normal as normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import QUICK, tiled
@@ -37,10 +37,6 @@ N, M = 40, 52  # rows of queries and keys
 
 def offsets(*lengths):
     return np.append(0, np.cumsum(lengths)).astype(np.int32)
-
-
-def normal(*shape, seed=0, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 class Dense:
@@ -458,14 +454,6 @@ def test_ids_and_positions(lengths):
 
 
 # Errors
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the annotations' own checks, which only tests have."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 Q, K = jnp.ones((12, 4, 8)), jnp.ones((9, 2, 8))

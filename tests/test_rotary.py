@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import numpy_normal as normal
 
 from jflash.rotary import Rotary, apply_rotary
 
@@ -26,10 +27,6 @@ def rotated(x, positions, base=10000.0, r=None, interleaved=False):
     out = x.copy()
     out[..., first], out[..., second] = pairs.real, pairs.imag
     return out
-
-
-def normal(*shape, seed=0, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

@@ -1,17 +1,29 @@
-"""Every transformation of JAX against a Python loop, the unsharded call or the reference.
-
-`answer` calls attention with whatever the dict `x` holds, and pulls a random cotangent of
-(out, lse) back to each float in it: one compiled program checks forward and gradient.
-"""
+"""Every transformation of JAX against a Python loop, the unsharded call or the reference."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from answers import (
+    FLOATS,
+    B,
+    D,
+    H,
+    T,
+    answer,
+    answer_jit,
+    assert_same,
+    attention,
+    cotangents,
+    d,
+    h,
+    operands,
+    total,
+)
+from arrays import normal
 from jax import lax
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding
@@ -19,11 +31,11 @@ from jax.sharding import PartitionSpec as P
 
 import jflash
 import jflash.xla
-from jflash import Alibi, Causal, Dropout, Prefix, Segments, SoftCap, Window
+from jflash import Causal, Dropout, Prefix, Segments, Window
 from jflash import attention_with_lse as attend
 
-B, T, H, h, D, d = 2, 6, 4, 2, 8, 4
-FLOATS = ("q", "k", "v", "bias", "scale", "sinks", "slopes", "cap")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 policies = jax.checkpoint_policies
 POLICIES = {
     "nothing": policies.nothing_saveable,
@@ -31,99 +43,6 @@ POLICIES = {
     "dots": policies.dots_saveable,
     "names": policies.save_only_these_names(*jflash.CHECKPOINT_NAMES),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half of the time: what is compared here does not depend on XLA's optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of 4 rows and one head, so that tiny arrays are walked as long ones are."""
-    default = jflash.xla.default_config
-    small = lambda problem: dataclasses.replace(default(problem), block_q=4, block_k=4, scores=32)
-    monkeypatch.setattr(jflash.xla, "default_config", small)
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def operands(*names, B=B, T=T, t=T, H=H, h=h):
-    """Returns those of `names`, and always q, k and v."""
-    ids = np.array([[0, 0, 0, 1, 1, 1], [2, 2, 1, 1, -1, -1]])
-    everything = dict(
-        q=lambda: normal(B, T, H, D, seed=1),
-        k=lambda: normal(B, t, h, D, seed=2),
-        v=lambda: normal(B, t, h, d, seed=3),
-        bias=lambda: normal(1, H, T, t, seed=4),
-        scale=lambda: jnp.float32(0.4),
-        sinks=lambda: normal(H, seed=5),
-        slopes=lambda: jnp.abs(normal(H, seed=6)),
-        cap=lambda: jnp.float32(2.0),
-        ids=lambda: jnp.asarray(np.resize(ids, (B, T)), jnp.int32),
-        prefix=lambda: jnp.asarray(np.resize([3, t, 0], B), jnp.int32),
-        left=lambda: jnp.int32(2),
-        q_positions=lambda: jnp.arange(T, dtype=jnp.int32)[None] + (t - T),
-        key=lambda: jax.random.key(7),
-    )
-    return {name: everything[name]() for name in ("q", "k", "v", *names)}
-
-
-def cotangents(x, seed=10):
-    lead, (T, H) = x["q"].shape[:-3], x["q"].shape[-3:-1]
-    return normal(*lead, T, H, x["v"].shape[-1], seed=seed), normal(*lead, H, T, seed=seed + 1)
-
-
-def attention(x, offsets=(0, 0, 0, 0), **settings):
-    """(out, lse) of causal attention with the extras that `x` holds."""
-    mask = Causal()
-    if "ids" in x:
-        mask = mask & Segments(x["ids"])
-    if "left" in x:
-        mask = mask & Window(x["left"], None)
-    if "prefix" in x:
-        mask = mask | Prefix(x["prefix"])
-    mods = ()
-    if "cap" in x:
-        mods += (SoftCap(x["cap"]),)
-    if "slopes" in x:
-        mods += (Alibi(x["slopes"]),)
-    if "key" in x:
-        settings["dropout"] = Dropout(0.4, x["key"], offsets)
-    for name in ("bias", "scale", "sinks", "q_positions", "k_positions"):
-        if name in x:
-            settings[name] = x[name]
-    return attend(x["q"], x["k"], x["v"], mask, score_mod=mods or None, **settings)
-
-
-def answer(x, W, call=attention):
-    """((out, lse), gradients by name)."""
-    floats = {name: x[name] for name in x if name in FLOATS}
-    out, pull = jax.vjp(lambda floats: call(x | floats), floats)
-    return out, pull(W)[0]
-
-
-answer_jit = jax.jit(answer, static_argnames="call")
-
-
-def assert_same(got, wanted, atol=2e-5):
-    """Trees of one structure, dtypes and values; -inf may stand where -inf should."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted)):
-        name = jax.tree_util.keystr(path)
-        assert x.dtype == y.dtype, name
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=atol, err_msg=name)
-
-
-def total(x, W, **settings):
-    """A scalar loss of (out, lse), safe where lse is -inf."""
-    out, lse = attention(x, **settings)
-    return (out * W[0]).sum() + jnp.where(lse == -jnp.inf, 0, lse * W[1]).sum()
 
 
 # jit
@@ -194,11 +113,11 @@ def test_vmap_of_dropout(subset):
     assert_vmap_is_a_loop(operands("key"), subset.split())
 
 
-def test_vmap_of_loops_over_listed_blocks(small_blocks):
+def test_vmap_of_loops_over_listed_blocks(tiny_blocks):
     assert_vmap_is_a_loop(operands("prefix"), ["k", "prefix"])
 
 
-def test_vmap_of_loops_with_traced_bounds(small_blocks):
+def test_vmap_of_loops_with_traced_bounds(tiny_blocks):
     x = operands("left")
     xs, call = stacked(x, ["q", "left"]), jax.jit(attention)
     got = jax.jit(jax.vmap(attention, in_axes=(axes(x, ["q", "left"]),)))(xs)
@@ -471,13 +390,13 @@ def test_functions_in_shard_map():
     assert_same(answer_jit(x, W, call=call), answer_jit(x, W, call=local), atol=5e-5)
 
 
-def test_shard_map_over_loops(small_blocks):
+def test_shard_map_over_loops(tiny_blocks):
     x, call = sharded_call("batch")
     W = cotangents(x)
     assert_same(answer_jit(x, W, call=call), answer_jit(x, W), atol=5e-5)
 
 
-def test_replicated_key_and_value_of_one_head(small_blocks):
+def test_replicated_key_and_value_of_one_head(tiny_blocks):
     """Each device holds some query heads and the one key head: dk and dv sum over the devices."""
     x = operands(B=2, H=8, h=1)
     specs = (dict(q=P(None, None, "y"), k=P(), v=P()),)
@@ -663,7 +582,7 @@ def test_weak_types_and_strict_promotion():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_rank_promotion_may_be_an_error(small_blocks, implementation):
+def test_rank_promotion_may_be_an_error(tiny_blocks, implementation):
     """As JAX's own tests have it, and users whose axes must match."""
     extras = ("bias", "scale", "sinks", "slopes", "cap", "key")
     call = functools.partial(attention, implementation=implementation)
@@ -690,7 +609,7 @@ def test_x64_keeps_float32_and_takes_float64():
         assert_same(single, wanted)
 
 
-def test_debug_nans_does_not_trip(small_blocks):
+def test_debug_nans_does_not_trip(tiny_blocks):
     """Rows without keys have lse -inf inside; none of it may become NaN on the way."""
     x = operands("bias", "ids", "sinks", "cap")
     W = cotangents(x)

@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,17 +11,11 @@ import pytest
 import jflash
 from jflash import Alibi, Causal, Dense, Dropout, Function, Prefix, Segments, SoftCap, Window
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 B, T, t, H, h, D = 2, 5, 7, 4, 2, 8
 q, k, v = jnp.ones((B, T, H, D)), jnp.ones((B, t, h, D)), jnp.ones((B, t, h, D))
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_users_run_it():
-    """Without the annotations' own checks, which only these tests have."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def ones(*shape, dtype=jnp.float32):
