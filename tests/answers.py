@@ -13,7 +13,7 @@ from arrays import normal
 from jflash import Alibi, Causal, Dropout, Prefix, Segments, SoftCap, Window
 from jflash import attention_with_lse as attend
 
-B, T, H, h, D, d = 2, 6, 4, 2, 8, 4
+T = 6
 FLOATS = ("q", "k", "v", "bias", "scale", "sinks", "slopes", "cap")
 
 

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+B, H, h, D, d = 2, 4, 2, 8, 4  # of `operands`
+
 
 def normal(*shape, seed=0, dtype=jnp.float32):
     """Of the standard normal distribution."""
@@ -14,7 +16,7 @@ def numpy_normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def operands(*names, T, t=None, B=2, H=4, h=2, D=8, d=4):
+def operands(*names, T, t=None, B=B, H=H, h=h):
     """Those of `names`, and always q, k and v, in NumPy, floats in float64."""
     t = T if t is None else t
     draw = lambda *shape, seed: numpy_normal(*shape, seed=seed, dtype=np.float64)

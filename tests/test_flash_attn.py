@@ -1,6 +1,6 @@
 """`jflash.flash_attn` against what PyTorch's attention gave once (golden/flash_attn.npz), and its own rules.
 
-Tests of public bug reports are named by their ids, as in test_failure_cases.py.
+Tests of public bug reports are named by their ids, as in test_failure_cases_*.py.
 """
 
 import inspect
