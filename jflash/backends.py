@@ -46,6 +46,13 @@ class Row:
 
 TABLE = (
     Row(
+        "mosaic",
+        "pallas_kernels.mosaic",
+        True,
+        "Pallas kernels for NVIDIA Hopper, linear memory",
+        ("cuda",),
+    ),
+    Row(
         "triton",
         "pallas_kernels.triton",
         True,

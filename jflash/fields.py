@@ -107,11 +107,11 @@ def elementwise(fn: Callable, *operands: Any) -> jax.Array:
     """
     arrays = [jnp.asarray(x) for x in operands]
     rank = max(x.ndim for x in arrays)
-    arrays = [x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays]
+    arrays = [x.reshape((1,) * (rank - x.ndim) + x.shape) if x.ndim else x for x in arrays]
     shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
     for axis in reversed(range(rank)):
-        has = [x.shape[axis] != 1 for x in arrays]
+        has = [x.ndim > 0 and x.shape[axis] != 1 for x in arrays]
         if any(has):
             fn = jax.vmap(fn, in_axes=tuple(0 if y else None for y in has))
-    squeezed = [x.reshape(tuple(n for n in x.shape if n != 1)) for x in arrays]
+    squeezed = [x.reshape(tuple(n for n in x.shape if n != 1)) if x.ndim else x for x in arrays]
     return fn(*squeezed).reshape(shape)

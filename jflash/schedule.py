@@ -200,7 +200,7 @@ def _bounds(geometry: Geometry, mask: Mask | None, i: Any) -> tuple:
     if a.lo is not None:  # it may lie behind the last row, within the last block
         lo = jnp.where(a.lo + to_row < other, lo, n)
     hi = jnp.clip(row(b.hi, other - 1) // there + 1, lo, n)
-    full_lo = jnp.clip(-(-row(b.lo, 0) // there), lo, hi)
+    full_lo = jnp.clip((row(b.lo, 0) + there - 1) // there, lo, hi)
     full_hi = jnp.clip((row(a.hi, n * there - 1) + 1) // there, full_lo, hi)
     if t % block_k:  # the last block of keys holds rows that do not exist
         if of == "query":

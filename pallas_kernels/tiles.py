@@ -49,6 +49,20 @@ def expand(x: jax.Array, axes: tuple) -> jax.Array:
     return x[:, None] if axes == (0,) else x[None, :] if axes else x
 
 
+class Tools(NamedTuple):
+    """How a kernel reads operands. What is said to lie along axes of the tile broadcasts to the tile."""
+
+    load: Callable  # (ref, index): the part there, of numbers and `Span`s
+    along: Callable  # (ref, index, axes): the same, which lies along these axes
+    rows: Callable  # (span, axis): int32, its rows, along this axis
+
+
+def expanding(load: Callable) -> Tools:
+    """Tools of kernels in which axes of size 1 broadcast."""
+    along = lambda ref, index, axes: expand(load(ref, index), axes)
+    return Tools(load, along, lambda span, axis: expand(span.rows, (axis,)))
+
+
 class Place(NamedTuple):
     """Which pairs: a batch entry, a query head, and rows of q, of k, or both."""
 
@@ -57,14 +71,13 @@ class Place(NamedTuple):
     q: Span | None = None
     k: Span | None = None
     q_axis: int = 0  # along which axis of the tile queries lie; 1: the tile is transposed
-    spread: Callable = expand  # how what lies along some axes of the tile is made to broadcast to it
 
-    def upright(self, x: jax.Array, axes: str) -> jax.Array:
-        """`x`, whose axes are called `axes` (some of "qk"), as it broadcasts to the tile."""
-        return self.spread(x, tuple(self.q_axis if name == "q" else 1 - self.q_axis for name in axes))
+    def axes(self, names: str) -> tuple:
+        """The tile's axes by their names, of "qk"."""
+        return tuple(self.q_axis if name == "q" else 1 - self.q_axis for name in names)
 
 
-def value(ref: Any, axes: str, place: Place, load: Callable) -> jax.Array:
+def value(ref: Any, axes: str, place: Place, tools: Tools) -> jax.Array:
     """What `ref` [*batch or 1, ...] holds at `place`; its last axes are called `axes` ("hqk")."""
     lead = len(ref.shape) - len(axes)
     entry = place.entry[len(place.entry) - lead :]
@@ -73,7 +86,7 @@ def value(ref: Any, axes: str, place: Place, load: Callable) -> jax.Array:
     for name, n in zip(axes, ref.shape[lead:]):
         index.append(0 if n == 1 else getattr(place, name))
         cut += name if n != 1 and name in "qk" else ""
-    return place.upright(load(ref, tuple(index)), cut)
+    return tools.along(ref, tuple(index), place.axes(cut))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,38 +165,38 @@ class Rows:
     pairs: Pairs  # with None for what the other side decides
     place: Place
     side: str  # "q" or "k": whose rows these are
-    load: Callable
+    tools: Tools
 
     def tile(self, other: Span) -> Tile:
         """The tile of these rows and `other` ones."""
         name = "k" if self.side == "q" else "q"
         place = self.place._replace(**{name: other})
-        row, position = _coordinates(self.problem, self.operands, place, name, self.load)
+        row, position = _coordinates(self.problem, self.operands, place, name, self.tools)
         pairs = self.pairs._replace(**{name: position, f"{name}_row": row})
         late = not _bias_is_alone(self.refs, self.side)
-        operands = _load_side(self.operands, place, name, False, late, self.load)
+        operands = _load_side(self.operands, place, name, False, late, self.tools)
         return Tile(self.problem, operands, pairs)
 
 
-def rows(problem: Problem, refs: Operands, place: Place, side: str, load: Callable) -> Rows:
+def rows(problem: Problem, refs: Operands, place: Place, side: str, tools: Tools) -> Rows:
     """The operands at `place`, which covers rows of one `side`."""
-    row, position = _coordinates(problem, refs, place, side, load)
+    row, position = _coordinates(problem, refs, place, side, tools)
     n = jnp.int32(0)
     for size, i in zip(problem.batch, place.entry):  # row-major
         n = n * size + i
     pairs = Pairs(
-        b=n if refs.b is None else value(refs.b, "", place, load),
-        h=place.h if refs.h is None else load(refs.h, (place.h,)),
+        b=n if refs.b is None else value(refs.b, "", place, tools),
+        h=place.h if refs.h is None else tools.load(refs.h, (place.h,)),
         q=None,
         k=None,
         q_row=None,
         k_row=None,
     )._replace(**{side: position, f"{side}_row": row})
     operands = dataclasses.replace(
-        _load_side(refs, place, side, True, _bias_is_alone(refs, side), load),
-        scale=None if refs.scale is None else load(refs.scale, (0,)).astype(jnp.float32),
+        _load_side(refs, place, side, True, _bias_is_alone(refs, side), tools),
+        scale=None if refs.scale is None else tools.load(refs.scale, (0,)).astype(jnp.float32),
     )
-    return Rows(problem, refs, operands, pairs, place, side, load)
+    return Rows(problem, refs, operands, pairs, place, side, tools)
 
 
 def _bias_is_alone(refs: Operands, side: str) -> bool:
@@ -192,13 +205,13 @@ def _bias_is_alone(refs: Operands, side: str) -> bool:
 
 
 def _load_side(
-    operands: Operands, place: Place, side: str, first: bool, with_bias: bool, load: Callable
+    operands: Operands, place: Place, side: str, first: bool, with_bias: bool, tools: Tools
 ) -> Operands:
     """The operands with what belongs to `side` loaded; if it comes `first`, what belongs to neither, else
     what belongs to both."""
-    at = lambda axes: lambda ref: value(ref, axes, place, load)
+    at = lambda axes: lambda ref: value(ref, axes, place, tools)
     sides = dict(q=dict(query=at("q")), k=dict(key=at("k")))[side]
-    sides |= dict(head=at("h"), scalar=lambda ref: load(ref, (0,))) if first else dict(pair=at("hqk"))
+    sides |= dict(head=at("h"), scalar=lambda ref: tools.load(ref, (0,))) if first else dict(pair=at("hqk"))
     view = lambda fields: fields.map(**sides)
     bias = operands.bias
     if with_bias and bias is not None:
@@ -212,10 +225,10 @@ def _load_side(
     return dataclasses.replace(operands, bias=bias, mods=mods, mask=mask, dropout=words)
 
 
-def _coordinates(problem: Problem, operands: Operands, place: Place, side: str, load: Callable) -> tuple:
+def _coordinates(problem: Problem, operands: Operands, place: Place, side: str, tools: Tools) -> tuple:
     """(rows, positions) of one side, as they broadcast to the tile."""
-    row = place.upright(getattr(place, side).rows, side)
+    row = tools.rows(getattr(place, side), *place.axes(side))
     positions = operands.q_positions if side == "q" else operands.k_positions
     if positions is not None:
-        return row, value(positions, side, place, load)
+        return row, value(positions, side, place, tools)
     return row, row + (problem.t - problem.T if side == "q" else 0)

@@ -23,7 +23,7 @@ from ..problem import Operands, Problem
 from ..tiles import Place, Span, Tile
 from .config import Block, Config
 from .launch import launch, over_visits, unravel, visits_of, with_scalars
-from .ops import channels, dot, exp2, load, seen, store
+from .ops import TOOLS, channels, dot, exp2, load, seen, store
 
 
 def backward(
@@ -103,7 +103,7 @@ def _dkv(problem, block, extras, program, refs, do_ref, lse_ref, delta_ref, sche
     def of_head(g, carry):
         h = head * problem.group + g
         # Transposed tiles, [block_k, block_q]: p and ds are left operands of the products below.
-        rows = tiles.rows(problem, refs, Place(tuple(entry), h, k=k_span, q_axis=1), "k", load)
+        rows = tiles.rows(problem, refs, Place(tuple(entry), h, k=k_span, q_axis=1), "k", TOOLS)
 
         def visit(j, carry, masked):
             dk, dv, sums = carry
@@ -190,7 +190,7 @@ def _queries(problem, refs, do_ref, lse_ref, delta_ref, entry: tuple, h, q_span:
 
     `gradients(k_span, masked, extras)` is (that of q·k [block_q, block_k], those of `extras`, k, the tile).
     """
-    rows = tiles.rows(problem, refs, Place(entry, h, q=q_span), "q", load)
+    rows = tiles.rows(problem, refs, Place(entry, h, q=q_span), "q", TOOLS)
     q = load(refs.q, (*entry, q_span, h, channels(problem.D)))  # [block_q, D]
     do = load(do_ref, (*entry, q_span, h, channels(problem.d)))  # [block_q, d]
     lse = load(lse_ref, (*entry, h, q_span), jnp.inf)[:, None]

@@ -35,7 +35,7 @@ from ..problem import Operands, Problem
 from ..tiles import Place, Span
 from .config import Config
 from .launch import launch, over_visits, unravel, visits_of
-from .ops import channels, dot, exp2, load, seen, store
+from .ops import TOOLS, channels, dot, exp2, load, seen, store
 
 
 def forward(
@@ -67,7 +67,7 @@ def _kernel(problem: Problem, config: Config, program, refs: Operands, schedule,
     i = schedule.outer - 1 - i
     q_span = Span(i * block.block_q, block.block_q, problem.T)
     place = Place(tuple(entry), h, q=q_span)
-    rows = tiles.rows(problem, refs, place, "q", load)
+    rows = tiles.rows(problem, refs, place, "q", TOOLS)
     q = load(refs.q, (*entry, q_span, h, channels(problem.D)))  # [block_q, D]
 
     def scores(j, masked):

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from ..problem import Problem
-from ..tiles import Span
+from ..tiles import Span, expanding
 
 # 2^x by the hardware's instruction, subnormals flushed to 0. `jnp.exp2` adds to each a test for
 # small x and two multiplications: 12% of the instructions of a loop on NVIDIA, as many on AMD.
@@ -40,6 +40,9 @@ def load(ref: Any, index: tuple, fill: float = 0) -> jax.Array:
     at, exists = _slices(index)
     other = None if exists is None else jnp.full((), fill, ref.dtype)
     return plt.load(ref.at[at], mask=exists, other=other)
+
+
+TOOLS = expanding(load)
 
 
 def store(ref: Any, index: tuple, x: jax.Array) -> None:

@@ -1,0 +1,403 @@
+"""What reaches below Pallas: PTX and Mosaic's own modules, which change between JAX versions.
+
+Each function has a plain twin for Pallas's GPU interpret mode, which knows neither inline assembly nor
+products of registers: `plainly()` selects it while a kernel is traced. On hardware these are faster than
+what Pallas has names for: accumulators are never zeroed, named barriers cost one instruction a warp, and
+masks compare with immediates. H200: docstrings of `forward` and `backward` say how much.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+TILE = plgpu.Layout.WGMMA  # an accumulator: 64 rows, a warpgroup's
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)  # a number for each row of a tile, for each column
+SPLAT = plgpu.Layout.WG_SPLAT
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+OPERAND = plgpu.RefType(SWIZZLED)
+
+_plain = contextvars.ContextVar("plain", default=False)
+
+
+@contextlib.contextmanager
+def plainly(on: bool) -> Iterator[None]:
+    """Within it, kernels are traced with the twins."""
+    token = _plain.set(on)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(x: float | int) -> ir.Value:
+    if isinstance(x, float):
+        return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), x))
+    return arith.constant(_i32(), x)
+
+
+def _lane(register: ir.Value, n: int) -> ir.Value:
+    position = ir.DenseI64ArrayAttr.get([n])
+    return vector.extract(register, dynamic_position=[], static_position=position)
+
+
+def _scalar(register: ir.Value) -> ir.Value:
+    return _lane(register, 0) if isinstance(register.type, ir.VectorType) else register
+
+
+def _emit(text: str, constraints: str, *arguments: ir.Value) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(arguments), text, constraints, has_side_effects=True)
+
+
+# ------------------------------------------------------------------------------------------- barriers
+# A barrier between some warpgroups: some arrive, which never waits, others await the last arrival. The twin
+# is one of Pallas's barriers, `cell`, that counts warpgroups. Names 0 .. number of warpgroups are Mosaic's.
+
+
+def arrive(name: Any, threads: int, cell: Any) -> None:
+    _named("arrive", name, threads, lambda: plgpu.barrier_arrive(cell))
+
+
+def sync(name: Any, threads: int, cell: Any) -> None:
+    _named("sync", name, threads, lambda: plgpu.barrier_wait(cell))
+
+
+def _named(operation: str, name: Any, threads: int, twin: Callable) -> None:
+    if _plain.get():
+        return twin()
+
+    @plgpu.inline_mgpu(arg_types=(SPLAT,))
+    def emit(_, name):
+        _emit(f"bar.{operation} $0, {threads};", "r,~{memory}", name.registers[()])
+
+    emit(jnp.asarray(name, jnp.int32))
+
+
+def meet(name: int, threads: int, cell: Any) -> None:
+    """All of several warpgroups arrive, and await each other."""
+    _named("sync", name, threads, lambda: (plgpu.barrier_arrive(cell), plgpu.barrier_wait(cell)))
+
+
+def fence() -> None:
+    """Orders this thread's writes of shared memory before later reads by tensor cores and copies."""
+    if _plain.get():
+        return plgpu.commit_smem()
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        _emit("fence.proxy.async.shared::cta;", "~{memory}")
+
+    emit()
+
+
+def any_in_block(flags: jax.Array | None, cells: tuple) -> jax.Array:
+    """Whether one of `flags`, int32 [64] of each consumer, is set; those without flags bring None.
+
+    A barrier of all threads of the block. `cells` = (shared int32 [consumers, 64], a barrier that counts
+    consumers, the caller's index) for the twin.
+    """
+    if _plain.get():
+        shared, barrier, index = cells
+        if flags is not None:
+            shared[index] = flags
+            plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        return shared[...].max() != 0
+
+    def emit(_, *flags):
+        flag = _constant(0)
+        for register in flags[0].registers.flat if flags else ():
+            flag = arith.ori(flag, _scalar(register))
+        text = (
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+            "barrier.cta.red.or.pred q, 0, p; selp.s32 $0, 1, 0, q; }"
+        )
+        found = llvm.inline_asm(_i32(), [flag], text, "=r,r", has_side_effects=True)
+        return fa.FragmentedArray.splat(found, (), is_signed=True)
+
+    arguments = () if flags is None else (flags,)
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+    return plgpu.inline_mgpu(arg_types=(ROW,) * len(arguments), return_type=result)(emit)(*arguments) != 0
+
+
+def on_warps(*bodies: Callable[[], None]) -> None:
+    """Runs each of `bodies` in a warp of its own. The twin: one after the other."""
+    if _plain.get():
+        for body in bodies:
+            body()
+        return
+
+    @plgpu.warp_map
+    def _(warp):
+        for n, body in enumerate(bodies):
+            pl.when(warp == n)(body)
+
+
+# ------------------------------------------------------------------------------------------- products
+
+
+def _wgmma(acc: list | None, a: Any, b: ir.Value, n: int, kind: str, transposed: tuple) -> list:
+    """One wgmma.m64n{n}k16 on float32 registers. Without `acc` it writes instead of adding (scale-d 0)."""
+    f32, count = ir.F32Type.get(), n // 2
+    constraints = ["=f"] * count + ([] if acc is None else [str(i) for i in range(count)])
+    arguments = [] if acc is None else list(acc)
+    at = len(constraints)
+    if in_registers := isinstance(a, list):
+        text_a = "{" + ",".join(f"${at + i}" for i in range(4)) + "}"
+        constraints += ["r"] * 4
+        arguments += a
+    else:
+        text_a = f"${at}"
+        constraints += ["l"]
+        arguments += [a]
+    text_b = f"${len(constraints)}"
+    constraints += ["l"]
+    arguments += [b]
+    flags = f"{int(transposed[1])}" if in_registers else f"{int(transposed[0])}, {int(transposed[1])}"
+    registers = ",".join(f"${i}" for i in range(count))
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(acc is not None)}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, {text_a}, {text_b}, "
+        f"p, 1, 1, {flags}; }}"
+    )
+    out = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        arguments,
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(f32, out, [i]) for i in range(count)]
+
+
+def _descriptor(ref: ir.Value, group: tuple, left: bool) -> tuple[Callable, bool]:
+    """(descriptor of the k-th step of 16, whether the operand lies transposed in shared memory)."""
+    (base, step), (_, atom), fastest = mma_utils.create_descriptor(
+        ref, swizzle=128, large_tile=(64, 64), group_size=group, logical_k_major=not left
+    )
+    assert not step[0]
+    i64 = ir.IntegerType.get_signless(64)
+
+    def at(k: int) -> ir.Value:
+        # Steps of 16 lie within an atom of 64.
+        offset = mma_utils.encode_addr((k // 4) * atom) + (k % 4) * (step[1][0] >> 4)
+        offset = llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, offset)).result
+        return llvm.add(base, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
+
+    return at, fastest != mma_utils.Dim.K
+
+
+def _tile(registers: list, n: int) -> fa.FragmentedArray:
+    layout, one = fa.WGMMA_LAYOUT_ACC_32BIT, ir.VectorType.get((1,), ir.F32Type.get())
+    array = np.array([vector.broadcast(one, r) for r in registers], dtype=object)
+    array = array.reshape(layout.registers_shape((64, n)))
+    return fa.FragmentedArray(_registers=array, _layout=layout, _is_signed=None).to_layout(fa.WGMMA_LAYOUT)
+
+
+def mma(acc: jax.Array | None, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False):
+    """acc + a·b [64, n], float32, asynchronous: a commit group of its own, complete after `wait`.
+
+    `b` is a reference [K, n] in shared memory, `a` one [64, K], or an array in registers; transposed ones
+    are [n, K] and [K, 64]. `acc` None: 0.
+    """
+    n, K = b.shape if transpose_b else b.shape[::-1]
+    in_registers = not (hasattr(a, "transforms") or hasattr(jax.typeof(a), "inner_aval"))
+    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(b.dtype).name]
+    if _plain.get():
+        read = lambda x: (x if in_registers and x is a else x[...]).astype(jnp.float32)
+        left, right = read(a), read(b)
+        left = left.T if transpose_a else left
+        right = right.T if transpose_b else right
+        y = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return y if acc is None else acc + y
+
+    swap = lambda ref, on: mgpu.memref_transpose(ref, (1, 0, 3, 2)) if on else ref
+
+    def emit(_, *operands):
+        *acc, a, b = operands
+        if in_registers:
+            *acc, a = fa.optimization_barrier(*acc, a) if acc else (fa.optimization_barrier(a),)
+        elif acc:
+            acc = [fa.optimization_barrier(*acc)]
+        nvvm.wgmma_fence_aligned()
+        b_at, b_transposed = _descriptor(swap(b, transpose_b), (64, n), False)
+        if not in_registers:
+            a_at, a_transposed = _descriptor(swap(a, transpose_a), (64, 64), True)
+        zero = _constant(0)
+        total = None
+        if acc:
+            registers = acc[0].to_layout(fa.WGMMA_LAYOUT_ACC_32BIT).registers.flat
+            total = [llvm.extractelement(r, zero) for r in registers]
+        for k in range(K // 16):
+            if in_registers:
+                one = ir.VectorType.get((1,), _i32())
+                part = a[:, 16 * k : 16 * k + 16].registers.flat
+                left = [llvm.extractelement(vector.bitcast(one, r), zero) for r in part]
+                transposed = (None, b_transposed)
+            else:
+                left, transposed = a_at(k), (a_transposed, b_transposed)
+            total = _wgmma(total, left, b_at(k), n, kind, transposed)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return _tile(total, n)
+
+    types = (*([] if acc is None else [TILE]), TILE if in_registers else OPERAND, OPERAND)
+    result = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=TILE)
+    arguments = (*([] if acc is None else [acc]), a, b)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(emit)(*arguments)
+
+
+def wait(pending: int, *arrays: jax.Array) -> tuple:
+    """Until at most `pending` products are in flight.
+
+    Accumulators and register operands of the others may be used only as returned here.
+    """
+    if _plain.get():
+        return arrays
+    types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,) * len(arrays), return_type=types)
+    def emit(_, *arrays):
+        nvvm.wgmma_wait_group_sync_aligned(pending)
+        out = fa.optimization_barrier(*arrays)
+        return [out] if len(arrays) == 1 else list(out)
+
+    return tuple(emit(*arrays))
+
+
+# ------------------------------------------------------------------------------------------- softmax
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """[64, n] -> [64, 8]: each thread adds what it holds, and shuffles once a tile, in the sum over 8."""
+    if _plain.get():
+        return p.reshape(p.shape[0], -1, 8).sum(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=TILE)
+    )
+    def emit(_, p):
+        groups = [p[:, i : i + 8] for i in range(0, p.shape[1], 8)]
+        while len(groups) > 1:
+            groups = [sum(groups[i + 1 : i + 2], groups[i]) for i in range(0, len(groups), 2)]
+        return groups[0]
+
+    return emit(p)
+
+
+def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, fill: float) -> jax.Array:
+    """`s` [64, n] with `fill` in the columns before first[row] and behind last[row].
+
+    Both are int32, [64] or the same for all rows, or None.
+
+    Columns are immediates of the comparisons: no tile of indices occupies registers.
+    """
+    if _plain.get():
+        column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        of_row = lambda x: x[:, None] if x.ndim else x
+        if first is not None:
+            s = jnp.where(column < of_row(first), fill, s)
+        return s if last is None else jnp.where(column > of_row(last), fill, s)
+
+    bounds = [x for x in (first, last) if x is not None]
+    tests = [y for x, y in ((first, "sle"), (last, "sge")) if x is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, *(ROW if x.ndim else SPLAT for x in bounds)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=TILE),
+    )
+    def emit(_, s, *bounds):
+        lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
+        limits = [[arith.subi(_scalar(r), lane) for r in x.registers.flat] for x in bounds]
+        out = np.empty_like(s.registers)
+        # Register i holds columns 8·(i // 2) + {0, 1} + lane of row half i % 2.
+        for i, (index, register) in enumerate(np.ndenumerate(s.registers)):
+            for n in range(2):
+                value = _lane(s.registers[index], n)
+                for limit, test in zip(limits, tests):
+                    keep = arith.cmpi(
+                        getattr(arith.CmpIPredicate, test), limit[i % len(limit)], _constant(8 * (i // 2) + n)
+                    )
+                    value = arith.select(keep, value, _constant(float(fill)))
+                position = ir.DenseI64ArrayAttr.get([n])
+                register = vector.insert(value, register, dynamic_position=[], static_position=position)
+            out[index] = register
+        return fa.FragmentedArray(_registers=out, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
+
+    return emit(s, *bounds)
+
+
+def row_numbers(x: int) -> jax.Array:
+    """int32 [64]: a number for each row."""
+    full = jnp.full((64,), x, jnp.int32)
+    return full if _plain.get() else plgpu.layout_cast(full, ROW)
+
+
+def load(ref: Any, layout: Any, shape: tuple) -> jax.Array:
+    """What `ref`, in global memory, holds.
+
+    Not by Pallas's own load: the solver of layouts stops at results that nobody uses.
+    """
+    if _plain.get():
+        return ref[...]
+
+    dtype = ref.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+    )
+    def emit(_, ref):
+        signed = {"i": True, "u": False}.get(jnp.dtype(dtype).kind)
+        return fa.FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False)
+
+    return emit(ref)
+
+
+def index(size: int, layout: Any) -> jax.Array:
+    """int32 [size]: 0, 1, ..."""
+    if _plain.get():
+        return jnp.arange(size, dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout))
+    def emit(_):
+        return fa.FragmentedArray.broadcasted_iota(_i32(), (size,), 0, layout.to_mgpu(), is_signed=True)
+
+    return emit()
+
+
+def across_columns(x: jax.Array, n: int) -> jax.Array:
+    """[64], a number for each row -> [64, n]."""
+    full = lax.broadcast_in_dim(x, (64, n), [0])
+    return full if _plain.get() else plgpu.layout_cast(full, TILE)
+
+
+def across_rows(x: jax.Array, rows: int) -> jax.Array:
+    """[n], a number for each column -> [rows, n]."""
+    full = lax.broadcast_in_dim(x, (rows, *x.shape), [1])
+    return full if _plain.get() else plgpu.layout_cast(full, TILE)
+
+
+def tile_of(x: float, n: int) -> jax.Array:
+    """float32 [64, n]."""
+    full = jnp.full((64, n), x, jnp.float32)
+    return full if _plain.get() else plgpu.layout_cast(full, TILE)
+

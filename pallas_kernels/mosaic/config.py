@@ -1,0 +1,84 @@
+"""Which calls the kernels take, and with which tiles."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+
+from ..problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The forward kernel: `warpgroups` of 64 queries, `block_k` keys a step, a ring of `stages` of them."""
+
+    warpgroups: int
+    block_k: int
+    stages: int
+    turns: bool = True  # the warpgroups issue their products in turn
+    persistent: bool = False  # a block of threads for each multiprocessor, not for each tile
+    frozen_maximum: bool = True
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    forward: Forward
+
+
+# Tiles by max(D, d). Measured on an H200; `forward` has the ladder.
+CAUSAL = {
+    64: Forward(3, 128, 4),
+    128: Forward(2, 160, 2),
+    192: Forward(2, 96, 2, turns=False),
+    256: Forward(2, 80, 2, turns=False),
+}
+FULL = CAUSAL | {128: Forward(2, 176, 2)}
+# Rows so short that a tile's start and end must overlap its neighbours'.
+SHORT = {64: Forward(3, 128, 2), 128: Forward(2, 128, 2, persistent=True)}
+# Masks with data, dropout, a bias or modifiers: their values take registers.
+DATA = {
+    64: Forward(2, 128, 3),
+    128: Forward(2, 128, 2),
+    192: Forward(2, 64, 2, turns=False),
+    256: Forward(2, 64, 2, turns=False),
+}
+SCORES = {
+    64: Forward(2, 64, 3),
+    128: Forward(2, 64, 3),
+    192: Forward(2, 64, 2, turns=False),
+    256: Forward(2, 64, 2, turns=False),
+}
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.architecture != "sm_90" and not problem.interpret:
+        return f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the tensor cores take bfloat16 and float16, and the inputs are {jnp.dtype(problem.dtype).name}"
+    if problem.D % 64 or problem.d % 64 or max(problem.D, problem.d) > 256:
+        return f"head sizes must be multiples of 64 up to 256, and D={problem.D}, d={problem.d}"
+    sizes = (*problem.batch, problem.T, problem.t, problem.H)
+    if not all(isinstance(n, int) for n in sizes):
+        return "its grid needs sizes that are known when it is compiled (jax.export left some open)"
+    return None
+
+
+def default_config(problem: Problem) -> Config:
+    short = max(problem.T, problem.t) <= 4096
+    table = dict(none=FULL, positions=CAUSAL, data=DATA, scores=SCORES)[problem.features]
+    if short and problem.features in ("none", "positions"):
+        table = CAUSAL | SHORT
+    return Config(table[max(problem.D, problem.d)])
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """The default, then others. Some do not compile, or spill."""
+    tried = [default_config(problem)]
+    for warpgroups, block_k, stages in itertools.product((2, 3), (64, 80, 96, 128, 160, 176), (2, 3, 4)):
+        for persistent in (False, True):
+            tried.append(Config(Forward(warpgroups, block_k, stages, persistent=persistent)))
+    return list(dict.fromkeys(tried))

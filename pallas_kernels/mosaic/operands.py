@@ -1,0 +1,158 @@
+"""Operands as these kernels want them, and how the kernels are started."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..problem import Operands, Problem
+from ..tiles import Span, Tools
+from . import below
+
+ROWS_MULTIPLE = 8  # copies of swizzled tiles want so many rows; fewer than 8 are added where T is no multiple
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[*batch, T, H, D] -> [B, T', H, D], with zeros behind T to a multiple of `ROWS_MULTIPLE`."""
+    x = x.reshape(-1, *x.shape[-3:])
+    return _padded(x, 1, ROWS_MULTIPLE)
+
+
+def prepared(problem: Problem, operands: Operands, block_q: int, block_k: int) -> Operands:
+    """The operands with what tiles read from registers (all but q, k, v) padded to whole tiles.
+
+    Loads are not bounded. What the padding holds is hidden, as keys that do not exist, or not stored.
+    """
+    on_q = lambda x: _readable(_padded(x, -1, block_q))
+    on_k = lambda x: _readable(_padded(x, -1, block_k))
+    both = lambda x: _readable(_padded(_padded(x, -1, block_k), -2, block_q))
+    sides = dict(query=on_q, key=on_k, pair=both, scalar=_readable, head=_readable)
+    view = lambda fields: fields.map(**sides)
+    o = operands
+    return dataclasses.replace(
+        o,
+        q=flat(o.q),
+        k=flat(o.k),
+        v=flat(o.v),
+        scale=None if o.scale is None else _readable(o.scale),
+        bias=None if o.bias is None else both(o.bias),
+        mods=tuple(map(view, o.mods)),
+        mask=None if o.mask is None else view(o.mask),
+        q_positions=None if o.q_positions is None else on_q(o.q_positions),
+        k_positions=None if o.k_positions is None else on_k(o.k_positions),
+        dropout=None if o.dropout is None else (tuple(map(on_q, o.dropout[0])), tuple(map(on_k, o.dropout[1]))),
+        sinks=None,
+    )
+
+
+def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    axis %= x.ndim
+    more = -x.shape[axis] % multiple
+    if x.shape[axis] == 1 or more == 0:
+        return x
+    return jnp.pad(x, [(0, more if n == axis else 0) for n in range(x.ndim)])
+
+
+def _readable(x: jax.Array) -> jax.Array:
+    """Scalars as [1]; booleans, which registers cannot be loaded with, as uint8 (see `load`)."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    if x.dtype in (jnp.uint8, jnp.int8):
+        return x.astype(jnp.int16)
+    return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+
+
+def tools(rows: int, columns: int) -> Tools:
+    """How tiles of this shape read operands."""
+
+    def read(ref: Any, index: tuple, read_at: Callable) -> jax.Array:
+        x = read_at(ref.at[tuple(pl.ds(x.start, x.size) if isinstance(x, Span) else x for x in index)])
+        return x != 0 if ref.dtype == jnp.uint8 else x
+
+    def load(ref: Any, index: tuple) -> jax.Array:
+        return read(ref, index, lambda at: at[...])
+
+    def spread(x: jax.Array, axis: int) -> jax.Array:
+        return below.across_columns(x, columns) if axis == 0 else below.across_rows(x, rows)
+
+    def along(ref: Any, index: tuple, axes: tuple) -> jax.Array:
+        match axes:
+            case ():
+                return load(ref, index)
+            case (0,):
+                x = read(ref, index, lambda at: below.load(at, below.ROW, (rows,)))
+            case (1,):
+                x = read(ref, index, lambda at: below.load(at, below.COLUMN, (columns,)))
+            case _:
+                return read(ref, index, lambda at: below.load(at, below.TILE, (rows, columns)))
+        return spread(x, *axes)
+
+    def of_rows(span: Span, axis: int) -> jax.Array:
+        return spread(below.index(span.size, (below.ROW, below.COLUMN)[axis]) + span.start, axis)
+
+    return Tools(load, along, of_rows)
+
+
+def unravel(n: Any, sizes: tuple) -> tuple:
+    """The index of the n-th element, row-major, along axes of these sizes."""
+    index = []
+    for size in reversed(sizes):
+        index.append(lax.rem(n, jnp.int32(size)) if size != 1 else 0)
+        n = lax.div(n, jnp.int32(size)) if size != 1 else n
+    return tuple(reversed(index))
+
+
+def with_scalars(schedule: Any) -> Any:
+    """The schedule with its mask's scalars, such as a window's bounds, loaded."""
+    mask = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
+    return dataclasses.replace(schedule, mask=mask)
+
+
+def launch(
+    kernel: Callable,
+    problem: Problem,
+    name: str,
+    operands: Any,
+    outputs: dict[str, tuple],
+    scratch: dict[str, Any],
+    blocks: int,
+    warpgroups: int,
+) -> dict[str, jax.Array]:
+    """Runs `kernel(operands, outputs, **scratch)` in so many blocks of so many warpgroups.
+
+    `operands` is a pytree; the kernel gets it with a reference in place of each array. `outputs`
+    names shapes and dtypes; the kernel gets a dict of references, the caller one of arrays.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    leaves = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
+    alike = jax.typeof(leaves[0]).manual_axis_type  # inside `shard_map`, results vary as operands do
+    shapes = {
+        key: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=alike)
+        for key, (shape, dtype) in outputs.items()
+    }
+
+    def body(*refs, **scratch):
+        arguments = jax.tree.unflatten(tree, refs[: len(leaves)])
+        with below.plainly(problem.interpret):
+            kernel(arguments, dict(zip(shapes, refs[len(leaves) :])), **scratch)
+
+    body.__name__ = name
+    run = plgpu.kernel(
+        body,
+        out_type=list(shapes.values()),
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        # Reductions over rows stay within four lanes: no scratch. No automatic barriers: every handover of
+        # shared memory is synchronised in the kernels.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return dict(zip(shapes, run(*leaves)))
