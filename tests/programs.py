@@ -15,7 +15,7 @@ from cases import MASKS, MODS, SHAPES, Inputs, coordinates
 
 import jflash
 from jflash import Dropout, backends, xla
-from pallas_kernels import triton
+from pallas_kernels import mosaic, triton
 
 # What each implementation is tested with: small tiles, so that short sequences have several and the
 # loops over heads and batch entries run.
@@ -26,6 +26,11 @@ TILES = {
 }
 # With `-m gpu` all run as they are, else the kernels in interpret mode.
 ON_GPU = "JFLASH_TESTS_ON_GPU" in os.environ
+if ON_GPU:  # in interpret mode see test_mosaic
+    TILES["mosaic"] = (
+        mosaic.Config(mosaic.Forward(2, 64, 2)),
+        mosaic.Config(mosaic.Forward(3, 64, 3, turns=False, persistent=True)),
+    )
 IMPLEMENTATIONS = tuple(pytest.param(name, marks=pytest.mark.gpu) if ON_GPU else name for name in TILES)
 ORDERS = 4  # in which plain JAX computes the same
 # LLVM's optimisations take more than half of the time of a test and decide nothing that is tested.
@@ -57,6 +62,8 @@ def tiled(implementation, tiles=0):
 
 def attend(case, implementation, floats, data, **more):
     """(out, lse) of the case by an implementation of jflash."""
+    if implementation == "mosaic" and floats["q"].dtype == jnp.float32:
+        pytest.skip("mosaic is for 16 bits")
     dropout = Dropout(case.rate, data["key"], data["offsets"]) if case.rate else None
     return jflash.attention_with_lse(
         floats["q"],

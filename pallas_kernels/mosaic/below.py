@@ -396,7 +396,7 @@ def across_rows(x: jax.Array, rows: int) -> jax.Array:
     return full if _plain.get() else plgpu.layout_cast(full, TILE)
 
 
-def tile_of(x: float, n: int) -> jax.Array:
+def tile_of(x: float | int, n: int) -> jax.Array:
     """float32 [64, n]."""
     full = jnp.full((64, n), x, jnp.float32)
     return full if _plain.get() else plgpu.layout_cast(full, TILE)

@@ -36,7 +36,7 @@ CAUSAL = {
     192: Forward(2, 96, 2, turns=False),
     256: Forward(2, 80, 2, turns=False),
 }
-FULL = CAUSAL | {128: Forward(2, 176, 2)}
+FULL = CAUSAL | {128: Forward(2, 160, 2)}
 # Rows so short that a tile's start and end must overlap its neighbours'.
 SHORT = {64: Forward(3, 128, 2), 128: Forward(2, 128, 2, persistent=True)}
 # Masks with data, dropout, a bias or modifiers: their values take registers.
@@ -59,8 +59,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the tensor cores take bfloat16 and float16, and the inputs are {jnp.dtype(problem.dtype).name}"
-    if problem.D % 64 or problem.d % 64 or max(problem.D, problem.d) > 256:
-        return f"head sizes must be multiples of 64 up to 256, and D={problem.D}, d={problem.d}"
+    if max(problem.D, problem.d) > 256:
+        return f"its tiles hold head sizes up to 256, and D={problem.D}, d={problem.d}"
     sizes = (*problem.batch, problem.T, problem.t, problem.H)
     if not all(isinstance(n, int) for n in sizes):
         return "its grid needs sizes that are known when it is compiled (jax.export left some open)"
@@ -72,7 +72,7 @@ def default_config(problem: Problem) -> Config:
     table = dict(none=FULL, positions=CAUSAL, data=DATA, scores=SCORES)[problem.features]
     if short and problem.features in ("none", "positions"):
         table = CAUSAL | SHORT
-    return Config(table[max(problem.D, problem.d)])
+    return Config(table[next(size for size in table if max(problem.D, problem.d) <= size)])
 
 
 def candidates(problem: Problem) -> list[Config]:

@@ -36,7 +36,7 @@ from ..problem import Operands, Problem
 from ..tiles import LOG2E, Place, Span
 from . import below
 from .config import Config
-from .operands import launch, prepared, tools, unravel, with_scalars
+from .operands import channels, launch, prepared, tools, unravel, with_scalars
 
 MULTIPROCESSORS = 132  # of an H100 or H200; persistent kernels start as many blocks
 L2 = 32 << 20  # bytes of keys and values that are expected to stay in L2 while their tiles run
@@ -52,12 +52,12 @@ def forward(
     schedule = plan(cfg.block_q, cfg.block_k, "query")
     operands = prepared(problem, tiles.with_words(problem, operands), cfg.block_q, cfg.block_k)
     order = _Order.of(problem, schedule, cfg)
-    B, T, d = operands.q.shape[0], operands.q.shape[1], problem.d
+    B, T, D, d = *operands.q.shape[:2], channels(problem.D), channels(problem.d)
     rows = schedule.outer * cfg.block_q
     shared = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=below.SWIZZLED)
     ring = dict(
-        q_s=shared(cfg.block_q, problem.D),
-        k_s=shared(cfg.stages, cfg.block_k, problem.D),
+        q_s=shared(cfg.block_q, D),
+        k_s=shared(cfg.stages, cfg.block_k, D),
         v_s=shared(cfg.stages, cfg.block_k, d),
         lse_s=plgpu.SMEM((cfg.warpgroups, 64), jnp.float32),
         q_full=plgpu.Barrier(),
@@ -65,7 +65,7 @@ def forward(
         k_full=plgpu.Barrier(num_barriers=cfg.stages),
         v_full=plgpu.Barrier(num_barriers=cfg.stages),
     )
-    if cfg.persistent or problem.D != d:
+    if cfg.persistent or D != d:
         ring["o_s"] = shared(cfg.block_q, d)  # so that the next Q can be loaded early
     if problem.interpret:
         ring |= dict(
@@ -87,7 +87,8 @@ def forward(
         order.blocks,
         cfg.warpgroups + 1,
     )
-    out = results["out"][:, : problem.T].reshape(*problem.batch, problem.T, problem.H, d)
+    out = results["out"][:, : problem.T, :, : problem.d]
+    out = out.reshape(*problem.batch, problem.T, problem.H, problem.d)
     lse = results["lse"][..., : problem.T].reshape(*problem.batch, problem.H, problem.T)
     return out, lse
 
@@ -162,7 +163,7 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
     separate_o = "o_s" in s
     o_s = s.get("o_s", q_s)
     warpgroups, n, stages, rows = cfg.warpgroups, cfg.block_k, cfg.stages, cfg.block_q
-    T, t, D, d = problem.T, problem.t, problem.D, problem.d
+    T, t, d = problem.T, problem.t, channels(problem.d)
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     width = None if table_ref is None else table_ref.shape[0] // order.blocks
     plain = extras.is_plain(problem, extras.fields(refs))

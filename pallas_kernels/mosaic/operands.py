@@ -14,13 +14,19 @@ from ..problem import Operands, Problem
 from ..tiles import Span, Tools
 from . import below
 
-ROWS_MULTIPLE = 8  # copies of swizzled tiles want so many rows; fewer than 8 are added where T is no multiple
+# Copies of swizzled tiles want multiples of so many rows and channels.
+ROWS_MULTIPLE, CHANNELS_MULTIPLE = 8, 64
+
+
+def channels(size: int) -> int:
+    """Channels of a head in shared memory."""
+    return -(-size // CHANNELS_MULTIPLE) * CHANNELS_MULTIPLE
 
 
 def flat(x: jax.Array) -> jax.Array:
-    """[*batch, T, H, D] -> [B, T', H, D], with zeros behind T to a multiple of `ROWS_MULTIPLE`."""
+    """[*batch, T, H, D] -> [B, T', H, D'], with zeros behind T and D to the multiples above."""
     x = x.reshape(-1, *x.shape[-3:])
-    return _padded(x, 1, ROWS_MULTIPLE)
+    return _padded(_padded(x, 1, ROWS_MULTIPLE, always=True), 3, CHANNELS_MULTIPLE, always=True)
 
 
 def prepared(problem: Problem, operands: Operands, block_q: int, block_k: int) -> Operands:
@@ -50,10 +56,11 @@ def prepared(problem: Problem, operands: Operands, block_q: int, block_k: int) -
     )
 
 
-def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+def _padded(x: jax.Array, axis: int, multiple: int, always: bool = False) -> jax.Array:
+    """`x` with zeros behind it along an axis, up to a multiple. An axis of 1 broadcasts, but not `always`."""
     axis %= x.ndim
     more = -x.shape[axis] % multiple
-    if x.shape[axis] == 1 or more == 0:
+    if more == 0 or (x.shape[axis] == 1 and not always):
         return x
     return jnp.pad(x, [(0, more if n == axis else 0) for n in range(x.ndim)])
 
