@@ -151,6 +151,14 @@ def on_warps(*bodies: Callable[[], None]) -> None:
             pl.when(warp == n)(body)
 
 
+def store(shared: Any, ref: Any, inside: Any = None, commit: bool = True) -> None:
+    """Starts the copy of a tile to global memory, if it lies `inside`; what lies behind the array is dropped."""
+    if not _plain.get():
+        return plgpu.copy_smem_to_gmem(shared, ref, predicate=inside, commit_group=commit)
+    copy = lambda: plgpu.copy_smem_to_gmem(shared, ref, commit_group=commit)
+    copy() if inside is None else pl.when(inside)(copy)
+
+
 # ------------------------------------------------------------------------------------------- products
 
 
@@ -344,6 +352,91 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
         return fa.FragmentedArray(_registers=out, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
     return emit(s, *bounds)
+
+
+def clear(flags: Any) -> None:
+    """Zeros in `flags` [n], int32 in shared memory, by one warpgroup."""
+    if _plain.get():
+        flags[...] = jnp.zeros(flags.shape, jnp.int32)
+        return
+    n = flags.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def emit(_, flags):
+        thread = arith.remui(mgpu_utils.thread_idx(), _constant(128))
+        for first in range(0, n, 128):
+            place = arith.addi(thread, _constant(first))
+            text = f"{{ .reg .pred e; setp.lt.u32 e, $1, {n}; @e st.shared.u32 [$0], 0; }}"
+            at = arith.addi(_address(flags), arith.muli(place, _constant(4)))
+            _emit(text, "r,r,~{memory}", at, place)
+
+    emit(flags)
+
+
+def mark_columns(flags: Any, s: jax.Array) -> None:
+    """Sets flags[column], int32 in shared memory, of each column of `s` [64, n] that is not -inf in some row."""
+    if _plain.get():
+        flags[...] = jnp.maximum(flags[...], jnp.where(s == -jnp.inf, 0, 1).max(0))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def emit(_, s, flags):
+        lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
+        address = arith.addi(_address(flags), arith.muli(lane, _constant(4)))
+        for i, (_, register) in enumerate(np.ndenumerate(s.registers)):
+            for n in range(2):
+                _emit(
+                    "{ .reg .pred p; setp.neu.f32 p, $0, 0fFF800000; "
+                    f"@p st.shared.u32 [$1 + {4 * (8 * (i // 2) + n)}], 1; }}",
+                    "f,r,~{memory}",
+                    _lane(register, n),
+                    address,
+                )
+
+    emit(s, flags)
+
+
+def clear_rows(ref: Any, flags: Any) -> None:
+    """Zeros in the rows of `ref` [n, D], a swizzled tile, whose flag [n] is not set; then no flag is.
+
+    By one warpgroup. A row stays in its place under the swizzle, so that zeros need no permutation.
+    """
+    n, D = ref.shape
+    if _plain.get():
+        ref[...] = jnp.where(flags[...][:, None] != 0, ref[...], 0)
+        flags[...] = jnp.zeros((n,), jnp.int32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(OPERAND, plgpu.RefType()))
+    def emit(_, ref, flags):
+        thread = arith.remui(mgpu_utils.thread_idx(), _constant(128))
+        for first in range(0, n, 128):
+            row = arith.addi(thread, _constant(first))
+            flag = arith.addi(_address(flags), arith.muli(row, _constant(4)))
+            band = arith.muli(arith.divui(row, _constant(8)), _constant(D // 64 * 1024))
+            inner = arith.muli(arith.remui(row, _constant(8)), _constant(128))
+            address = arith.addi(_address(ref), arith.addi(band, inner))
+            zeros = " ".join(
+                f"@p st.shared.v4.u32 [$1 + {1024 * atom + 16 * part}], {{z, z, z, z}};"
+                for atom in range(D // 64)
+                for part in range(8)
+            )
+            _emit(
+                "{ .reg .pred p, e; .reg .u32 f, z; mov.u32 z, 0; mov.u32 f, 1; "
+                f"setp.lt.u32 e, $2, {n}; @e ld.shared.u32 f, [$0]; @e st.shared.u32 [$0], z; "
+                f"setp.eq.u32 p, f, 0; {zeros} }}",
+                "r,r,r,~{memory}",
+                flag,
+                address,
+                row,
+            )
+
+    emit(ref, flags)
+
+
+def _address(ref: ir.Value) -> ir.Value:
+    """Where a reference in shared memory starts, int32."""
+    return llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(ref))
 
 
 def row_numbers(x: int) -> jax.Array:

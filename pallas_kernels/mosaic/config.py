@@ -55,7 +55,9 @@ SCORES = {
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.architecture != "sm_90" and not problem.interpret:
+    if problem.interpret:
+        return "Pallas interprets such kernels by ordered callbacks, which attention, a primitive, cannot hold"
+    if problem.architecture != "sm_90":
         return f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the tensor cores take bfloat16 and float16, and the inputs are {jnp.dtype(problem.dtype).name}"

@@ -42,6 +42,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200; persistent kernels start as many bl
 L2 = 32 << 20  # bytes of keys and values that are expected to stay in L2 while their tiles run
 # Named barriers: the warpgroups' turns, then the ring's slots, of keys and of values.
 TURN, FREE = 5, 8
+MEET = TURN + 1  # of all consumers, in the second pass, which takes no turns
 
 
 def forward(
@@ -67,12 +68,15 @@ def forward(
     )
     if cfg.persistent or D != d:
         ring["o_s"] = shared(cfg.block_q, d)  # so that the next Q can be loaded early
+    if _cleans(cfg, schedule):
+        ring["seen_s"] = plgpu.SMEM((cfg.block_k,), jnp.int32)
     if problem.interpret:
         ring |= dict(
             turns=plgpu.Barrier(num_barriers=cfg.warpgroups),
             slots=plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=2 * cfg.stages),
             votes=plgpu.SMEM((cfg.warpgroups, 64), jnp.int32),
             voted=plgpu.Barrier(num_arrivals=cfg.warpgroups),
+            met=plgpu.Barrier(num_arrivals=cfg.warpgroups),
         )
     results = launch(
         functools.partial(_kernel, problem, cfg, order),
@@ -91,6 +95,14 @@ def forward(
     out = out.reshape(*problem.batch, problem.T, problem.H, problem.d)
     lse = results["lse"][..., : problem.T].reshape(*problem.batch, problem.H, problem.T)
     return out, lse
+
+
+def _cleans(cfg: Any, schedule: Any) -> bool:
+    """Whether a key that nobody sees may hold NaN, which 0 times a value would spread.
+
+    Then a result that is not finite leads to the second pass, which clears such keys' values.
+    """
+    return cfg.frozen_maximum and schedule.hides_keys
 
 
 class _Order:
@@ -226,15 +238,30 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
             start = lambda: below.arrive(TURN, 256, cell("turns", 0))
             pl.when(warpgroup == warpgroups - 1)(start)
 
-        def take():
-            if cfg.turns:
-                below.sync(TURN + warpgroup, 256, cell("turns", warpgroup))
-
-        def give():
-            if cfg.turns:
-                below.arrive(TURN + following, 256, cell("turns", following))
+        def meet():
+            below.meet(MEET, 128 * warpgroups, s.get("met"))
 
         def tile_pass(r, done, votes, optimistic):
+            turns, cleans = cfg.turns and optimistic, _cleans(cfg, schedule)
+
+            def take():
+                if turns:
+                    below.sync(TURN + warpgroup, 256, cell("turns", warpgroup))
+
+            def give():
+                if turns:
+                    below.arrive(TURN + following, 256, cell("turns", following))
+
+            def values(vs):
+                """Values of a block, once they are there; in the second pass without those of unseen keys."""
+                plgpu.barrier_wait(v_full.at[vs])
+                if cleans and not optimistic:
+                    meet()  # every warpgroup has marked the keys that it sees
+                    pl.when(warpgroup == 0)(lambda: below.clear_rows(v_s.at[vs], s["seen_s"]))
+                    below.fence()
+                    meet()
+                return v_s.at[vs]
+
             b, h, i, where, n_masked, blocks = item(r)
             q0 = i * rows + warpgroup * 64
             row = lambda: below.index(64, below.ROW) + q0
@@ -247,10 +274,16 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 j = where(m)
                 tile = of_rows.tile(Span(j * n, n, t)) if needs_tile else None
                 x = raw if plain else tile.scores(raw)
-                if not masked:
-                    return x, tile
+                if masked:
+                    x = hidden(x, j, tile)
+                if cleans and not optimistic:
+                    below.mark_columns(s["seen_s"], x)
+                return x, tile
+
+            def hidden(x, j, tile):
+                """`x` with -inf where the mask hides the pair."""
                 if not by_columns:
-                    return jnp.where(tile.visible(x.shape), x, -jnp.inf), tile
+                    return jnp.where(tile.visible(x.shape), x, -jnp.inf)
                 first, last = None, None
                 if schedule.mask is not None:
                     first, last = schedule.mask.interval(row() + (t - T), "query")
@@ -258,8 +291,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                     last = jnp.int32(t - 1) if last is None else jnp.minimum(last, t - 1)
                 relative = lambda y: None if y is None else y - j * n
                 if first is None and last is None:
-                    return x, tile
-                return below.hide_columns(x, relative(first), relative(last), -jnp.inf), tile
+                    return x
+                return below.hide_columns(x, relative(first), relative(last), -jnp.inf)
 
             def powers(x, m):
                 """e^(x - m), where m [64] is finite."""
@@ -289,8 +322,7 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 plgpu.barrier_wait(k_full.at[ks])
                 take()
                 x = below.mma(None, my_q, k_s.at[ks], transpose_b=True)
-                plgpu.barrier_wait(v_full.at[vs])
-                o = below.mma(o, p, v_s.at[vs])
+                o = below.mma(o, p, values(vs))
                 give()
                 (x,) = below.wait(1, x)
                 free(below.arrive, 0, ks)
@@ -343,19 +375,19 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
             if separate_o:
                 plgpu.barrier_arrive(q_free)  # every product with this Q is done
             vs = slot(done + blocks - 1)
-            plgpu.barrier_wait(v_full.at[vs])
-            o = below.mma(o, p, v_s.at[vs])
+            o = below.mma(o, p, values(vs))
             o, p = below.wait(0, o, p)
             free(below.arrive, 1, vs)
 
             total = l.sum(axis=1)
             if optimistic and cfg.frozen_maximum:
-                one_if = lambda wrong: jnp.where(wrong, 1, 0)
-                right = jnp.where(total < limit, jnp.where(m > -jnp.inf, 1, 0), 0)
-                right = jnp.where(jnp.abs(o).max(axis=1) < jnp.inf, right, 0)
-                frozen = jnp.where(blocks > jnp.maximum(n_masked, 1), 1, 0)
-                votes = jnp.maximum(votes, jnp.where(row() < T, (1 - right) * frozen, 0))
-                del one_if
+                finite_sums = jnp.where(jnp.abs(o).max(axis=1) < jnp.inf, 1, 0)
+                right = jnp.where(total < limit, jnp.where(m > -jnp.inf, finite_sums, 0), 0)
+                frozen = jnp.where(blocks > jnp.maximum(n_masked, 1), 1, 0)  # else nothing was
+                wrong = (1 - right) * frozen
+                if cleans:
+                    wrong = jnp.maximum(wrong, 1 - finite_sums)
+                votes = jnp.maximum(votes, jnp.where(row() < T, wrong, 0))
             weight = jnp.where(total > 0, tiles.keep_scale(problem) / total, 0.0)
             if separate_o:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -364,8 +396,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
             plgpu.commit_smem()
             inside = None if T % rows == 0 else q0 < T
             at = (b, pl.ds(q0, 64), h)
-            plgpu.copy_smem_to_gmem(my_o, outputs["out"].at[at], commit_group=False, predicate=inside)
-            plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], outputs["lse"].at[b, h, pl.ds(q0, 64)])
+            below.store(my_o, outputs["out"].at[at], inside, commit=False)
+            below.store(lse_s.at[warpgroup], outputs["lse"].at[b, h, pl.ds(q0, 64)])
             if not separate_o:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free)
@@ -378,6 +410,9 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
 
             @pl.when(vote(votes))
             def _():
+                if _cleans(cfg, schedule):
+                    pl.when(warpgroup == 0)(lambda: below.clear(s["seen_s"]))
+                    meet()
                 for_items(functools.partial(tile_pass, optimistic=False), (done, votes))
 
         plgpu.wait_smem_to_gmem(0)

@@ -156,6 +156,7 @@ def launch(
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if problem.interpret else None,
         # Reductions over rows stay within four lanes: no scratch. No automatic barriers: every handover of
         # shared memory is synchronised in the kernels.
         compiler_params=plgpu.CompilerParams(
