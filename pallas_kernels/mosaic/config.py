@@ -25,8 +25,27 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Backward:
+    """The backward kernel: a block of threads for `block_k` keys, 64 a warpgroup, `block_q` queries a step.
+
+    `q_stages` and `do_stages` blocks of queries and of cotangents are in shared memory.
+    """
+
+    block_q: int = 64
+    block_k: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    mode: str = "step"  # the warpgroups meet once a step; "defer": each may run a step ahead
+
+    @property
+    def warpgroups(self) -> int:
+        return self.block_k // 64
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     forward: Forward
+    backward: Backward = Backward()
 
 
 # Tiles by max(D, d). Measured on an H200; `forward` has the ladder.
@@ -53,6 +72,10 @@ SCORES = {
     256: Forward(2, 64, 2, turns=False),
 }
 
+# Of the backward kernel, which knows no larger heads: plain scores with masks that compute; all else.
+BACKWARD = {64: Backward(128, mode="defer"), 128: Backward(64), 256: Backward()}
+BACKWARD_DATA = {64: Backward(64), 128: Backward(64), 256: Backward()}
+
 
 def unsupported(problem: Problem) -> str | None:
     if problem.interpret:
@@ -74,7 +97,9 @@ def default_config(problem: Problem) -> Config:
     table = dict(none=FULL, positions=CAUSAL, data=DATA, scores=SCORES)[problem.features]
     if short and problem.features in ("none", "positions"):
         table = CAUSAL | SHORT
-    return Config(table[next(size for size in table if max(problem.D, problem.d) <= size)])
+    backward = BACKWARD if problem.features in ("none", "positions") else BACKWARD_DATA
+    fitting = lambda table: table[next(size for size in table if max(problem.D, problem.d) <= size)]
+    return Config(fitting(table), fitting(backward))
 
 
 def candidates(problem: Problem) -> list[Config]:
