@@ -196,7 +196,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
 
     # --------------------------------------------------------------------------------------- consumers
     def consume(w):  # w is static: every address in shared memory is a constant
-        plgpu.set_max_registers(240 if warpgroups == 2 else 160, action="increase")
+        plgpu.set_max_registers(232 if warpgroups == 2 else 160, action="increase")
         own = pl.ds(w * 64, 64)
         k_w, v_w = k_s.at[own], v_s.at[own]
 
@@ -228,15 +228,18 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             """Of the queries of a step: a number for each column."""
             return below.across_rows(below.load(ref.at[at], below.COLUMN, (bq,)), 64)
 
-        def score_product(r, tile, masked):
-            """S^T, asynchronous; of plain scores minus lse, so that the mask needs no registers later."""
+        def scores_start(r, tile, masked):
+            """What S^T starts at: plain scores at -lse, and the mask then needs no registers later."""
             at = slot(r, cfg.q_stages)
             plgpu.barrier_wait(s["q_full"].at[at])
-            start = None
-            if plain:
-                start = spread(s["lse_s"], at)
-                start = hidden(start, r, tile) if masked else start
-            return below.mma(start, k_w, q_s.at[at], transpose_b=True)
+            if not plain:
+                return None
+            start = spread(s["lse_s"], at)
+            return hidden(start, r, tile) if masked else start
+
+        def score_product(start, r):
+            """S^T, asynchronous."""
+            return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
         def probabilities(x, r, tile, masked):
             """(P^T, what brings the gradient of scores to that of q·k)."""
@@ -248,22 +251,25 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             # 0 times a modifier's infinite slope is not NaN, but 0.
             return p, lambda ds: jnp.where(ds == 0, 0.0, pull(ds)[0]) if refs.mods else pull(ds)[0]
 
-        def dp_product(r):
-            """dP^T, asynchronous; without dropout minus delta."""
+        def dp_start(r):
+            """What dP^T starts at: without dropout at -delta."""
             at = slot(r, cfg.do_stages)
             plgpu.barrier_wait(s["do_full"].at[at])
-            start = spread(s["delta_s"], at) if refs.dropout is None else None
-            return below.mma(start, v_w, do_s.at[at], transpose_b=True)
+            return spread(s["delta_s"], at) if refs.dropout is None else None
+
+        def dp_product(start, r):
+            """dP^T, asynchronous."""
+            return below.mma(start, v_w, do_s.at[slot(r, cfg.do_stages)], transpose_b=True)
 
         def score_gradients(p, dp, pull, r, tile):
             """dS^T in 16 bits; of plain scores but for the scale."""
             if refs.dropout is not None:
                 minus_delta = spread(s["delta_s"], slot(r, cfg.do_stages))
                 dp = tile.kept(dp) * tiles.keep_scale(problem) + minus_delta
-            return pull(p * dp).astype(problem.dtype)
+            return pull(below.widened(p) * dp).astype(problem.dtype)
 
         def kept(p, tile):
-            return (p if refs.dropout is None else tile.kept(p)).astype(problem.dtype)
+            return p if refs.dropout is None else tile.kept(p)
 
         def dq_product(at):
             ds, k = ds_s.at[at], k_s
@@ -286,10 +292,15 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x = score_product(r, tile, masked)
-            dp = dp_product(r)
+            x, dp = scores_start(r, tile, masked), dp_start(r)
+            if plain and dp is not None:
+                x, dp = below.settled(x, dp)
+            elif dp is not None:
+                (dp,) = below.settled(dp)
+            x, dp = score_product(x, r), dp_product(dp, r)
             (x,) = below.wait(1, x)
             p, pull = probabilities(x, r, tile, masked)
+            p = p.astype(problem.dtype)
             p16 = kept(p, tile)
             (dp,) = below.wait(0, dp)
             ds = score_gradients(p, dp, pull, r, tile)
@@ -321,15 +332,16 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x = score_product(r, tile, masked)
+            x = score_product(scores_start(r, tile, masked), r)
             dq = None if first else late_dq(r - 1)
             (x,) = below.wait(0 if first else 1, x)
             p, pull = probabilities(x, r, tile, masked)
+            p = p.astype(problem.dtype)
             p16 = kept(p, tile)
             if dq is not None:  # before dP^T starts, whose accumulator takes these registers
                 (dq,) = below.wait(0, dq)
                 store_dq(dq)
-            dp = dp_product(r)
+            dp = dp_product(dp_start(r), r)
             dv = below.mma(dv, p16, do_s.at[dos])
             (dp,) = below.wait(1, dp)
             ds = score_gradients(p, dp, pull, r, tile)
@@ -424,5 +436,5 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
 
     @pl.when(warpgroup == warpgroups)
     def _produce():
-        plgpu.set_max_registers(24 if warpgroups == 2 else 32, action="decrease")
+        plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
         below.on_warps(loads, adds)
