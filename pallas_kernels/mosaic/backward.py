@@ -196,7 +196,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
 
     # --------------------------------------------------------------------------------------- consumers
     def consume(w):  # w is static: every address in shared memory is a constant
-        plgpu.set_max_registers(232 if warpgroups == 2 else 160, action="increase")
+        plgpu.set_max_registers(240 if warpgroups == 2 else 160, action="increase")
         own = pl.ds(w * 64, 64)
         k_w, v_w = k_s.at[own], v_s.at[own]
 
@@ -235,7 +235,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             if not plain:
                 return None
             start = spread(s["lse_s"], at)
-            return hidden(start, r, tile) if masked else start
+            return below.settled(hidden(start, r, tile))[0] if masked else start
 
         def score_product(start, r):
             """S^T, asynchronous."""
@@ -436,5 +436,5 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
 
     @pl.when(warpgroup == warpgroups)
     def _produce():
-        plgpu.set_max_registers(40 if warpgroups == 2 else 32, action="decrease")
+        plgpu.set_max_registers(24 if warpgroups == 2 else 32, action="decrease")
         below.on_warps(loads, adds)
