@@ -182,7 +182,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
         return jnp.clip(j, 0, schedule.inner - 1).astype(jnp.int32), h
 
     def slot(r, n):
-        return r % n if isinstance(r, int) else lax.rem(r, jnp.int32(n))
+        return lax.rem(r, jnp.int32(n))
 
     def cell(name, n=0):
         return s[name].at[n] if problem.interpret else None
@@ -208,8 +208,18 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             place = Place(entry, h, k=Span(k0 + w * 64, 64, t), q_axis=1, pair="hkq")
             return tiles.rows(problem, refs, place, "k", tools(64, bq)).tile(Span(j * bq, bq, T))
 
+        def masked(x, r, tile):
+            """`x` with -inf where the mask hides the pair.
+
+            A branch in one loop: a loop for masked blocks and another for full ones need more registers.
+            """
+            if not schedule.has_masked:
+                return x
+            if not schedule.has_full:
+                return hidden(x, r, tile)
+            return lax.cond(r < masked_steps, lambda x: hidden(x, r, tile), lambda x: x, x)
+
         def hidden(x, r, tile):
-            """`x` with -inf where the mask hides the pair."""
             if not by_columns:
                 tile = tile_at(r) if tile is None else tile
                 return jnp.where(tile.visible(x.shape), x, -jnp.inf)
@@ -228,25 +238,22 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             """Of the queries of a step: a number for each column."""
             return below.across_rows(below.load(ref.at[at], below.COLUMN, (bq,)), 64)
 
-        def scores_start(r, tile, masked):
+        def scores_start(r):
             """What S^T starts at: plain scores at -lse, and the mask then needs no registers later."""
             at = slot(r, cfg.q_stages)
             plgpu.barrier_wait(s["q_full"].at[at])
-            if not plain:
-                return None
-            start = spread(s["lse_s"], at)
-            return below.settled(hidden(start, r, tile))[0] if masked else start
+            return masked(spread(s["lse_s"], at), r, None) if plain else None
 
         def score_product(start, r):
             """S^T, asynchronous."""
             return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
-        def probabilities(x, r, tile, masked):
+        def probabilities(x, r, tile):
             """(P^T, what brings the gradient of scores to that of q·k)."""
             if plain:
                 return jnp.exp2(x * c), lambda ds: ds
             x, pull = jax.vjp(tile.scores, x)
-            x = hidden(x, r, tile) if masked else x
+            x = masked(x, r, tile)
             p = jnp.exp2((x + spread(s["lse_s"], slot(r, cfg.q_stages))) * LOG2E)
             # 0 times a modifier's infinite slope is not NaN, but 0.
             return p, lambda ds: jnp.where(ds == 0, 0.0, pull(ds)[0]) if refs.mods else pull(ds)[0]
@@ -287,20 +294,22 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             below.fence()
             dq_full(below.arrive, w)
 
-        def step(r, carry, masked):
-            """S^T and dP^T together; dV, dQ, dK together; the warpgroups meet once."""
+        def step(r, carry):
+            """S^T and, if all is plain, dP^T together; dV, dQ, dK together; the warpgroups meet once."""
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x, dp = scores_start(r, tile, masked), dp_start(r)
-            if plain and dp is not None:
-                x, dp = below.settled(x, dp)
-            elif dp is not None:
-                (dp,) = below.settled(dp)
-            x, dp = score_product(x, r), dp_product(dp, r)
-            (x,) = below.wait(1, x)
-            p, pull = probabilities(x, r, tile, masked)
-            p = p.astype(problem.dtype)
+            if needs_tile:
+                (x,) = below.wait(0, score_product(scores_start(r), r))
+                p, pull = probabilities(x, r, tile)
+                p = p.astype(problem.dtype)
+                dp = dp_product(dp_start(r), r)
+            else:
+                x, dp = below.settled(scores_start(r), dp_start(r))
+                x, dp = score_product(x, r), dp_product(dp, r)
+                (x,) = below.wait(1, x)
+                p, pull = probabilities(x, r, tile)
+                p = p.astype(problem.dtype)
             p16 = kept(p, tile)
             (dp,) = below.wait(0, dp)
             ds = score_gradients(p, dp, pull, r, tile)
@@ -327,15 +336,15 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             peer(below.sync, 1 - w, r)  # this warpgroup's part has long been there
             return dq_product(slot(r, 2))
 
-        def deferring_step(r, carry, masked, first=False):
+        def deferring_step(r, carry, first=False):
             """dQ of the step before runs beside S^T: each warpgroup may be a step ahead of the other."""
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x = score_product(scores_start(r, tile, masked), r)
+            x = score_product(scores_start(r), r)
             dq = None if first else late_dq(r - 1)
             (x,) = below.wait(0 if first else 1, x)
-            p, pull = probabilities(x, r, tile, masked)
+            p, pull = probabilities(x, r, tile)
             p = p.astype(problem.dtype)
             p16 = kept(p, tile)
             if dq is not None:  # before dP^T starts, whose accumulator takes these registers
@@ -355,25 +364,15 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             plgpu.barrier_arrive(s["q_free"].at[qs])
             return dk, dv
 
-        def sweep(body, carry, start):
-            start = jnp.int32(start)
-            if schedule.has_masked:
-                end = masked_steps if schedule.has_full else steps
-                carry = lax.fori_loop(start, end, functools.partial(body, masked=True), carry)
-                start = jnp.maximum(start, end)
-            if schedule.has_full:
-                carry = lax.fori_loop(start, steps, functools.partial(body, masked=False), carry)
-            return carry
-
         plgpu.barrier_wait(s["kv_full"])
         carry = below.tile_of(0, D), below.tile_of(0, v_s.shape[1])
         if cfg.mode == "defer":
-            carry = deferring_step(0, carry, schedule.has_masked, first=True)
-            carry = sweep(deferring_step, carry, 1)
+            carry = deferring_step(jnp.int32(0), carry, first=True)
+            carry = lax.fori_loop(jnp.int32(1), steps, deferring_step, carry)
             (dq,) = below.wait(0, late_dq(steps - 1))
             store_dq(dq)
         else:
-            carry = sweep(step, carry, 0)
+            carry = lax.fori_loop(jnp.int32(0), steps, step, carry)
         dk, dv = carry
         meet()  # the other warpgroup's products have read these keys
         k_w[...] = (dk * extras.factor(problem, refs)).astype(problem.dtype)
