@@ -171,7 +171,8 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
     visits = schedule.visits(i, entry)
     n_masked, n_full = jnp.int32(visits.n_masked), jnp.int32(visits.n_full)
     # Blocks of queries outside, heads of the group inside. One step at least, which the mask hides.
-    masked_steps, steps = n_masked * G, jnp.maximum((n_masked + n_full) * G, 1)
+    steps = jnp.maximum((n_masked + n_full) * G, 1)
+    masked_steps = steps - n_full * G
 
     def at(r):
         """(block of queries, query head) of step r."""
@@ -249,14 +250,19 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
         def probabilities(x, r, tile):
-            """(P^T, what brings the gradient of scores to that of q·k)."""
+            """(P^T, that after dropout, both in 16 bits, what brings the gradient of scores to that of q·k)."""
+            pull = lambda ds: ds
             if plain:
-                return jnp.exp2(x * c), lambda ds: ds
-            x, pull = jax.vjp(tile.scores, x)
-            x = masked(x, r, tile)
-            p = jnp.exp2((x + spread(s["lse_s"], slot(r, cfg.q_stages))) * LOG2E)
-            # 0 times a modifier's infinite slope is not NaN, but 0.
-            return p, lambda ds: jnp.where(ds == 0, 0.0, pull(ds)[0]) if refs.mods else pull(ds)[0]
+                p = jnp.exp2(x * c)
+            else:
+                x, linear = jax.vjp(tile.scores, x)
+                x = masked(x, r, tile)
+                p = jnp.exp2((x + spread(s["lse_s"], slot(r, cfg.q_stages))) * LOG2E)
+                slope = lambda ds: below.pulled(linear, ds)
+                # 0 times a modifier's infinite slope is not NaN, but 0.
+                pull = (lambda ds: jnp.where(ds == 0, 0.0, slope(ds))) if refs.mods else slope
+            p = p.astype(problem.dtype)
+            return p, p if refs.dropout is None else tile.kept(p), pull
 
         def dp_start(r):
             """What dP^T starts at: without dropout at -delta."""
@@ -268,15 +274,13 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             """dP^T, asynchronous."""
             return below.mma(start, v_w, do_s.at[slot(r, cfg.do_stages)], transpose_b=True)
 
-        def score_gradients(p, dp, pull, r, tile):
+        def score_gradients(p, kept_p, dp, pull, r):
             """dS^T in 16 bits; of plain scores but for the scale."""
             if refs.dropout is not None:
-                minus_delta = spread(s["delta_s"], slot(r, cfg.do_stages))
-                dp = tile.kept(dp) * tiles.keep_scale(problem) + minus_delta
+                # Where p is 0 but kept, dS is 0 all the same.
+                dp = jnp.where(below.widened(kept_p) != 0, dp * tiles.keep_scale(problem), 0.0)
+                dp = dp + spread(s["delta_s"], slot(r, cfg.do_stages))
             return pull(below.widened(p) * dp).astype(problem.dtype)
-
-        def kept(p, tile):
-            return p if refs.dropout is None else tile.kept(p)
 
         def dq_product(at):
             ds, k = ds_s.at[at], k_s
@@ -301,29 +305,26 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             tile = tile_at(r) if needs_tile else None
             if needs_tile:
                 (x,) = below.wait(0, score_product(scores_start(r), r))
-                p, pull = probabilities(x, r, tile)
-                p = p.astype(problem.dtype)
+                p, kept_p, pull = probabilities(x, r, tile)
                 dp = dp_product(dp_start(r), r)
             else:
                 x, dp = below.settled(scores_start(r), dp_start(r))
                 x, dp = score_product(x, r), dp_product(dp, r)
                 (x,) = below.wait(1, x)
-                p, pull = probabilities(x, r, tile)
-                p = p.astype(problem.dtype)
-            p16 = kept(p, tile)
+                p, kept_p, pull = probabilities(x, r, tile)
             (dp,) = below.wait(0, dp)
-            ds = score_gradients(p, dp, pull, r, tile)
+            ds = score_gradients(p, kept_p, dp, pull, r)
             ds_s.at[at].at[own][...] = ds
-            dv = below.mma(dv, p16, do_s.at[dos])
+            dv = below.mma(dv, kept_p, do_s.at[dos])
             below.fence()
             meet()  # dS^T is in shared memory
             dq = dq_product(at)
             dk = below.mma(dk, ds, q_s.at[qs])
-            dv, p16 = below.wait(2, dv, p16)
+            dv, _ = below.wait(2, dv, kept_p)
             plgpu.barrier_arrive(s["do_free"].at[dos])
             (dq,) = below.wait(1, dq)
             store_dq(dq)
-            dk, ds = below.wait(0, dk, ds)
+            dk, _ = below.wait(0, dk, ds)
             plgpu.barrier_arrive(s["q_free"].at[qs])
             return dk, dv
 
@@ -344,27 +345,32 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             x = score_product(scores_start(r), r)
             dq = None if first else late_dq(r - 1)
             (x,) = below.wait(0 if first else 1, x)
-            p, pull = probabilities(x, r, tile)
-            p = p.astype(problem.dtype)
-            p16 = kept(p, tile)
+            p, kept_p, pull = probabilities(x, r, tile)
             if dq is not None:  # before dP^T starts, whose accumulator takes these registers
                 (dq,) = below.wait(0, dq)
                 store_dq(dq)
             dp = dp_product(dp_start(r), r)
-            dv = below.mma(dv, p16, do_s.at[dos])
+            dv = below.mma(dv, kept_p, do_s.at[dos])
             (dp,) = below.wait(1, dp)
-            ds = score_gradients(p, dp, pull, r, tile)
+            ds = score_gradients(p, kept_p, dp, pull, r)
             ds_s.at[at].at[own][...] = ds
             below.fence()
             peer(below.arrive, w, r)
             dk = below.mma(dk, ds, q_s.at[qs])
-            dv, p16 = below.wait(1, dv, p16)
+            dv, _ = below.wait(1, dv, kept_p)
             plgpu.barrier_arrive(s["do_free"].at[dos])
-            dk, ds = below.wait(0, dk, ds)
+            dk, _ = below.wait(0, dk, ds)
             plgpu.barrier_arrive(s["q_free"].at[qs])
             return dk, dv
 
         plgpu.barrier_wait(s["kv_full"])
+        if schedule.hides_keys:
+            # What nobody sees may be NaN, which 0 times it would be too. Who sees it has an lse of NaN.
+            for x_w in (k_w, v_w):
+                x = x_w[...]
+                x_w[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, 0)
+            below.fence()
+            meet()
         carry = below.tile_of(0, D), below.tile_of(0, v_s.shape[1])
         if cfg.mode == "defer":
             carry = deferring_step(jnp.int32(0), carry, first=True)
