@@ -104,13 +104,22 @@ def backward(
         q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=cfg.q_stages),
         do_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=cfg.do_stages),
     )
+    slices = 1  # arrays of sums of dQ
+    if problem.interpret:  # which cannot add
+        slices = schedule.outer * (warpgroups if _dq_part(cfg, D) == "keys" else 1)
+        scratch |= dict(
+            met=plgpu.Barrier(num_arrivals=warpgroups),
+            peers=plgpu.Barrier(num_barriers=4),
+            dq_full=plgpu.Barrier(num_barriers=warpgroups),
+            dq_free=plgpu.Barrier(num_barriers=warpgroups),
+        )
     results = launch(
         functools.partial(_kernel, problem, cfg, section),
         problem,
         "jflash_backward",
         (kernel_operands, flat(do), of_rows(lse * (-1 / factor), -jnp.inf), of_rows(-delta, 0), schedule),
         dict(
-            dq=((B, rows, problem.H, D), jnp.float32),
+            dq=((slices * B, rows, problem.H, D), jnp.float32),
             dk=(kernel_operands.k.shape, problem.dtype),
             dv=(kernel_operands.v.shape, problem.dtype),
         ),
@@ -119,7 +128,8 @@ def backward(
         warpgroups + 1,
         sums=("dq",),
     )
-    dq = (results["dq"][:, : problem.T] * factor).astype(problem.dtype)
+    dq = results["dq"].reshape(slices, B, rows, problem.H, D).sum(0) if slices > 1 else results["dq"]
+    dq = (dq * factor).astype(problem.dtype)
     like = lambda x, to: x[:, : to.shape[-3], :, : to.shape[-1]].reshape(to.shape)
     o = operands
     return dict(q=like(dq, o.q), k=like(results["dk"], o.k), v=like(results["dv"], o.v))
@@ -202,7 +212,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
         k_w, v_w = k_s.at[own], v_s.at[own]
 
         def meet():
-            below.meet(MEET, 128 * warpgroups, cell("met"))
+            below.meet(MEET, 128 * warpgroups, s.get("met"))
 
         def tile_at(r):
             j, h = at(r)
@@ -420,26 +430,41 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
                 first = first + w * 64
             elif part == "channels":
                 columns = pl.ds(w * (D // 2), D // 2)
-            to = outputs["dq"].at[b, pl.ds(first, 64), h, columns]
-            plgpu.copy_smem_to_gmem(dq_s.at[w], to, reduction_op="add")
+            array = b
+            if problem.interpret:  # an array for each block of keys, or part of it
+                array = b + math.prod(problem.batch) * (i * warpgroups + w if part == "keys" else i)
+            below.add(dq_s.at[w], outputs["dq"].at[array, pl.ds(first, 64), h, columns])
         for w in range(warpgroups):
             plgpu.wait_smem_to_gmem(warpgroups - 1 - w, wait_read_only=True)
             pl.when(r + 1 < steps)(lambda: dq_free(below.arrive, w))
 
-    def over_steps(body):
-        lax.fori_loop(jnp.int32(0), steps, lambda r, _: body(r), None)
+    def over_steps(body, more=0):
+        lax.fori_loop(jnp.int32(0), steps + more, lambda r, _: body(r), None)
 
     def loads():
         load_keys()
         over_steps(load)
 
-    def adds():
+    def adds(body=add, more=0):
         for w in range(warpgroups):
             dq_free(below.arrive, w)
-        over_steps(add)
+        over_steps(body, more)
         plgpu.wait_smem_to_gmem(0)
+
+    def both():
+        """Loads and additions by one thread, which must not wait with one for the other."""
+
+        def step(r):
+            pl.when(r < steps)(lambda: load(r))
+            pl.when(r > 0)(lambda: add(r - 1))
+
+        load_keys()
+        adds(step, 1)
 
     @pl.when(warpgroup == warpgroups)
     def _produce():
         plgpu.set_max_registers(24 if warpgroups == 2 else 32, action="decrease")
-        below.on_warps(loads, adds)
+        if problem.interpret:
+            both()
+        else:
+            below.on_warps(loads, adds)

@@ -161,6 +161,11 @@ def store(shared: Any, ref: Any, inside: Any = None, commit: bool = True) -> Non
     copy() if inside is None else pl.when(inside)(copy)
 
 
+def add(shared: Any, ref: Any) -> None:
+    """Starts the addition of a tile to global memory. The twin writes."""
+    plgpu.copy_smem_to_gmem(shared, ref, reduction_op=None if _plain.get() else "add")
+
+
 # ------------------------------------------------------------------------------------------- products
 
 
@@ -524,7 +529,9 @@ def load(ref: Any, layout: Any, shape: tuple) -> jax.Array:
     )
     def emit(_, ref):
         signed = {"i": True, "u": False}.get(jnp.dtype(dtype).kind)
-        return fa.FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False)
+        return fa.FragmentedArray.load_untiled(
+            ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
+        )
 
     return emit(ref)
 
@@ -557,4 +564,3 @@ def tile_of(x: float | int, n: int) -> jax.Array:
     """float32 [64, n]."""
     full = jnp.full((64, n), x, jnp.float32)
     return full if _plain.get() else plgpu.layout_cast(full, TILE)
-
