@@ -184,12 +184,15 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
     steps = jnp.maximum((n_masked + n_full) * G, 1)
     masked_steps = steps - n_full * G
 
-    def at(r):
-        """(block of queries, query head) of step r."""
+    def at(r, masked=False):
+        """(block of queries, query head) of step r, which is known to be `masked`."""
         m, h = (r, kv_head) if G == 1 else (lax.div(r, jnp.int32(G)), kv_head * G + lax.rem(r, jnp.int32(G)))
-        j = visits.full(m - n_masked) if schedule.has_full else visits.masked(m)
-        if schedule.has_full and schedule.has_masked:
-            j = jnp.where(m < n_masked, visits.masked(m), j)
+        if masked or not schedule.has_full:
+            j = visits.masked(m)
+        else:
+            j = visits.full(m - n_masked)
+            if schedule.has_masked:
+                j = jnp.where(m < n_masked, visits.masked(m), j)
         return jnp.clip(j, 0, schedule.inner - 1).astype(jnp.int32), h
 
     def slot(r, n):
@@ -236,7 +239,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
                 return jnp.where(tile.visible(x.shape), x, -jnp.inf)
             key = lambda: below.index(64, below.ROW) + (k0 + w * 64)
             lo, hi = (None, None) if schedule.mask is None else schedule.mask.interval(key(), "key")
-            shift = (T - t) - at(r)[0] * bq  # of a position to a column
+            shift = (T - t) - at(r, masked=True)[0] * bq  # of a position to a column
             first, last = (None if x is None else x + shift for x in (lo, hi))
             if t % bk:  # keys that do not exist
                 exists = (key() - (t - 1)) * bq
