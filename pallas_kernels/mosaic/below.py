@@ -8,6 +8,7 @@ masks compare with immediates. H200: docstrings of `forward` and `backward` say 
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,7 +83,8 @@ def sync(name: Any, threads: int, cell: Any) -> None:
 
 def _named(operation: str, name: Any, threads: int, twin: Callable) -> None:
     if _plain.get():
-        return twin()
+        twin()
+        return
 
     @plgpu.inline_mgpu(arg_types=(SPLAT,))
     def emit(_, name):
@@ -355,11 +357,11 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
 
 
 def clear(flags: Any) -> None:
-    """Zeros in `flags` [n], int32 in shared memory, by one warpgroup."""
+    """Zeros in `flags` [..., n], int32 in shared memory, by one warpgroup."""
     if _plain.get():
         flags[...] = jnp.zeros(flags.shape, jnp.int32)
         return
-    n = flags.shape[0]
+    n = math.prod(flags.shape)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, flags):
@@ -397,14 +399,15 @@ def mark_columns(flags: Any, s: jax.Array) -> None:
 
 
 def clear_rows(ref: Any, flags: Any) -> None:
-    """Zeros in the rows of `ref` [n, D], a swizzled tile, whose flag [n] is not set; then no flag is.
+    """Zeros in the rows of `ref` [n, D], a swizzled tile, for which no flag [..., n] is set; then none is at all.
 
     By one warpgroup. A row stays in its place under the swizzle, so that zeros need no permutation.
     """
     n, D = ref.shape
+    sets = flags.shape[0]
     if _plain.get():
-        ref[...] = jnp.where(flags[...][:, None] != 0, ref[...], 0)
-        flags[...] = jnp.zeros((n,), jnp.int32)
+        ref[...] = jnp.where(flags[...].max(0)[:, None] != 0, ref[...], 0)
+        flags[...] = jnp.zeros(flags.shape, jnp.int32)
         return
 
     @plgpu.inline_mgpu(arg_types=(OPERAND, plgpu.RefType()))
@@ -421,10 +424,13 @@ def clear_rows(ref: Any, flags: Any) -> None:
                 for atom in range(D // 64)
                 for part in range(8)
             )
+            each = " ".join(
+                f"@e ld.shared.u32 g, [$0 + {4 * n * i}]; @e st.shared.u32 [$0 + {4 * n * i}], z; or.b32 f, f, g;"
+                for i in range(sets)
+            )
             _emit(
-                "{ .reg .pred p, e; .reg .u32 f, z; mov.u32 z, 0; mov.u32 f, 1; "
-                f"setp.lt.u32 e, $2, {n}; @e ld.shared.u32 f, [$0]; @e st.shared.u32 [$0], z; "
-                f"setp.eq.u32 p, f, 0; {zeros} }}",
+                "{ .reg .pred p, e; .reg .u32 f, g, z; mov.u32 z, 0; mov.u32 f, 0; mov.u32 g, 1; "
+                f"setp.lt.u32 e, $2, {n}; {each} setp.eq.u32 p, f, 0; {zeros} }}",
                 "r,r,r,~{memory}",
                 flag,
                 address,

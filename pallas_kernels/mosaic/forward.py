@@ -69,7 +69,7 @@ def forward(
     if cfg.persistent or D != d:
         ring["o_s"] = shared(cfg.block_q, d)  # so that the next Q can be loaded early
     if _cleans(cfg, schedule):
-        ring["seen_s"] = plgpu.SMEM((cfg.block_k,), jnp.int32)
+        ring["seen_s"] = plgpu.SMEM((cfg.warpgroups, cfg.block_k), jnp.int32)
     if problem.interpret:
         ring |= dict(
             turns=plgpu.Barrier(num_barriers=cfg.warpgroups),
@@ -277,7 +277,7 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 if masked:
                     x = hidden(x, j, tile)
                 if cleans and not optimistic:
-                    below.mark_columns(s["seen_s"], x)
+                    below.mark_columns(s["seen_s"].at[warpgroup], x)
                 return x, tile
 
             def hidden(x, j, tile):
@@ -381,7 +381,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
 
             total = l.sum(axis=1)
             if optimistic and cfg.frozen_maximum:
-                finite_sums = jnp.where(jnp.abs(o).max(axis=1) < jnp.inf, 1, 0)
+                # Not the maximum, which loses a NaN on some platforms.
+                finite_sums = jnp.where(jnp.abs(o).sum(axis=1) < jnp.inf, 1, 0)
                 right = jnp.where(total < limit, jnp.where(m > -jnp.inf, finite_sums, 0), 0)
                 frozen = jnp.where(blocks > jnp.maximum(n_masked, 1), 1, 0)  # else nothing was
                 wrong = (1 - right) * frozen
