@@ -332,6 +332,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 """Online softmax."""
                 o, m, l, p = carry
                 x, o, vs = issue(m_, o, p)
+                if not optimistic:  # rare: fewer registers rather than more overlap
+                    o, p = below.wait(0, o, p)
                 x, tile = scores(x, m_, masked)
                 new = jnp.maximum(m, x.max(axis=1))
                 base = finite(new)
@@ -340,7 +342,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 l = l * across(shrink, 8) + below.partial_sums(p32)
                 if refs.dropout is not None:
                     p32 = tile.kept(p32)
-                o, p, p32 = below.wait(0, o, p, p32)
+                if optimistic:
+                    o, p, p32 = below.wait(0, o, p, p32)
                 free(below.arrive, 1, vs)
                 o = o * across(shrink, d)
                 return o, new, l, p32.astype(problem.dtype)
