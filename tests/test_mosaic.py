@@ -102,7 +102,9 @@ def test_a_maximum_that_was_frozen_too_low(dtype, persistent):
     assert_right(dataclasses.replace(TILES, persistent=persistent), arrays, None, dict(bias=RISING))
 
 
-@pytest.mark.parametrize("mask", [Prefix(100), Segments(IDS), Window(20, 0)], ids=["prefix", "packed", "window"])
+@pytest.mark.parametrize(
+    "mask", [Prefix(100), Segments(IDS), Window(20, 0)], ids=["prefix", "packed", "window"]
+)
 def test_keys_that_nobody_sees_may_hold_nan(mask):
     T = 100 if isinstance(mask, Window) else 200
     q, k, v = drawn(T, 200, 64, jnp.bfloat16)

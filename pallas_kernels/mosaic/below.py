@@ -466,7 +466,9 @@ def load(ref: Any, layout: Any, shape: tuple) -> jax.Array:
     )
     def emit(_, ref):
         signed = {"i": True, "u": False}.get(jnp.dtype(dtype).kind)
-        return fa.FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False)
+        return fa.FragmentedArray.load_untiled(
+            ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
+        )
 
     return emit(ref)
 
@@ -499,4 +501,3 @@ def tile_of(x: float | int, n: int) -> jax.Array:
     """float32 [64, n]."""
     full = jnp.full((64, n), x, jnp.float32)
     return full if _plain.get() else plgpu.layout_cast(full, TILE)
-

@@ -72,11 +72,17 @@ DROPOUT = TABLE["scores"]
 
 def unsupported(problem: Problem) -> str | None:
     if problem.interpret:
-        return "Pallas interprets such kernels by ordered callbacks, which attention, a primitive, cannot hold"
+        return (
+            "Pallas interprets such kernels by ordered callbacks, which attention, a primitive, cannot hold"
+        )
     if problem.architecture != "sm_90":
-        return f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
+        return (
+            f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
+        )
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the tensor cores take bfloat16 and float16, and the inputs are {jnp.dtype(problem.dtype).name}"
+        return (
+            f"the tensor cores take bfloat16 and float16, and the inputs are {jnp.dtype(problem.dtype).name}"
+        )
     if max(problem.D, problem.d) > 256:
         return f"its tiles hold head sizes up to 256, and D={problem.D}, d={problem.d}"
     sizes = (*problem.batch, problem.T, problem.t, problem.H)

@@ -166,7 +166,9 @@ def _deal(pairs: int, section: int, blocks: int, work: list[int]) -> np.ndarray:
     return table
 
 
-def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs: dict, **shared: Any) -> None:
+def _kernel(
+    problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs: dict, **shared: Any
+) -> None:
     refs, schedule, table_ref = arguments
     schedule = with_scalars(schedule)
     s = shared
@@ -465,4 +467,3 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
         run(True, lambda: jnp.int32(0))
         if cfg.frozen_maximum:
             pl.when(vote())(lambda: run(False, streamed))
-

@@ -51,7 +51,9 @@ def prepared(problem: Problem, operands: Operands, block_q: int, block_k: int) -
         mask=None if o.mask is None else view(o.mask),
         q_positions=None if o.q_positions is None else on_q(o.q_positions),
         k_positions=None if o.k_positions is None else on_k(o.k_positions),
-        dropout=None if o.dropout is None else (tuple(map(on_q, o.dropout[0])), tuple(map(on_k, o.dropout[1]))),
+        dropout=None
+        if o.dropout is None
+        else (tuple(map(on_q, o.dropout[0])), tuple(map(on_k, o.dropout[1]))),
         sinks=None,
     )
 
