@@ -71,6 +71,7 @@ class Place(NamedTuple):
     q: Span | None = None
     k: Span | None = None
     q_axis: int = 0  # along which axis of the tile queries lie; 1: the tile is transposed
+    pair: str = "hqk"  # the order of axes of operands that depend on both sides
 
     def axes(self, names: str) -> tuple:
         """The tile's axes by their names, of "qk"."""
@@ -173,7 +174,7 @@ class Rows:
         place = self.place._replace(**{name: other})
         row, position = _coordinates(self.problem, self.operands, place, name, self.tools)
         pairs = self.pairs._replace(**{name: position, f"{name}_row": row})
-        late = not _bias_is_alone(self.refs, self.side)
+        late = not _bias_is_alone(self.refs, self.side, place)
         operands = _load_side(self.operands, place, name, False, late, self.tools)
         return Tile(self.problem, operands, pairs)
 
@@ -193,15 +194,16 @@ def rows(problem: Problem, refs: Operands, place: Place, side: str, tools: Tools
         k_row=None,
     )._replace(**{side: position, f"{side}_row": row})
     operands = dataclasses.replace(
-        _load_side(refs, place, side, True, _bias_is_alone(refs, side), tools),
+        _load_side(refs, place, side, True, _bias_is_alone(refs, side, place), tools),
         scale=None if refs.scale is None else tools.load(refs.scale, (0,)).astype(jnp.float32),
     )
     return Rows(problem, refs, operands, pairs, place, side, tools)
 
 
-def _bias_is_alone(refs: Operands, side: str) -> bool:
+def _bias_is_alone(refs: Operands, side: str, place: Place) -> bool:
     """Whether the bias does not depend on the side other than `side`."""
-    return refs.bias is not None and refs.bias.shape[-1 if side == "q" else -2] == 1
+    other = place.pair.index("k" if side == "q" else "q") - len(place.pair)
+    return refs.bias is not None and refs.bias.shape[other] == 1
 
 
 def _load_side(
@@ -211,11 +213,11 @@ def _load_side(
     what belongs to both."""
     at = lambda axes: lambda ref: value(ref, axes, place, tools)
     sides = dict(q=dict(query=at("q")), k=dict(key=at("k")))[side]
-    sides |= dict(head=at("h"), scalar=lambda ref: tools.load(ref, (0,))) if first else dict(pair=at("hqk"))
+    sides |= dict(head=at("h"), scalar=lambda ref: tools.load(ref, (0,))) if first else dict(pair=at(place.pair))
     view = lambda fields: fields.map(**sides)
     bias = operands.bias
     if with_bias and bias is not None:
-        bias = at("hqk")(bias)
+        bias = at(place.pair)(bias)
     mask = None if operands.mask is None else view(operands.mask)
     words = operands.dropout
     if words is not None:

@@ -294,6 +294,45 @@ def wait(pending: int, *arrays: jax.Array) -> tuple:
     return tuple(emit(*arrays))
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """[64, n] of 16 bits -> float32. Of bfloat16 by its bits: conversions would wait for the exponentials' unit."""
+    if _plain.get() or x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_, x):
+        out = np.empty_like(x.registers)
+        one, two = ir.VectorType.get((1,), _i32()), ir.VectorType.get((2,), ir.F32Type.get())
+        both = ir.VectorType.get((2,), _i32())
+        for index, register in np.ndenumerate(x.registers):
+            bits = _lane(vector.bitcast(one, register), 0)
+            halves = arith.shli(bits, _constant(16)), arith.andi(bits, _constant(-(1 << 16)))
+            pair = vector.from_elements(both, halves)
+            out[index] = vector.bitcast(two, pair)
+        return fa.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return emit(x)
+
+
+def settled(*arrays: jax.Array) -> tuple:
+    """The arrays, each in registers of its own from here on.
+
+    For accumulators of several products in a row: moved between two of them, they would await the first.
+    """
+    if _plain.get():
+        return arrays
+    types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,) * len(arrays), return_type=types)
+    def emit(_, *arrays):
+        out = fa.optimization_barrier(*arrays)
+        return [out] if len(arrays) == 1 else list(out)
+
+    return tuple(emit(*arrays))
+
+
 # ------------------------------------------------------------------------------------------- softmax
 
 

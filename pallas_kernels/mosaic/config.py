@@ -25,8 +25,27 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Backward:
+    """The backward kernel: a block of threads for `block_k` keys, 64 a warpgroup, `block_q` queries a step.
+
+    `q_stages` and `do_stages` blocks of queries and of cotangents are in shared memory.
+    """
+
+    block_q: int = 64
+    block_k: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    mode: str = "step"  # the warpgroups meet once a step; "defer": each may run a step ahead
+
+    @property
+    def warpgroups(self) -> int:
+        return self.block_k // 64
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     forward: Forward
+    backward: Backward = Backward()
 
 
 # By `Problem.features`, then by the largest head size and the largest number of keys that the tiles serve.
@@ -69,6 +88,10 @@ TABLE = {
 # The bits of dropout take registers, too.
 DROPOUT = TABLE["scores"]
 
+# Of the backward kernel, which knows no larger heads: plain scores with masks that compute; all else.
+BACKWARD = {64: Backward(128, mode="defer"), 128: Backward(64), 256: Backward()}
+BACKWARD_DATA = {64: Backward(64), 128: Backward(64), 256: Backward()}
+
 
 def unsupported(problem: Problem) -> str | None:
     if problem.interpret:
@@ -92,9 +115,10 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def default_config(problem: Problem) -> Config:
-    table = DROPOUT if problem.dropout_rate else TABLE[problem.features]
-    by_length = table[next(size for size in table if max(problem.D, problem.d) <= size)]
-    return Config(by_length[next(limit for limit in by_length if problem.t <= limit)])
+    fitting = lambda table: table[next(size for size in table if max(problem.D, problem.d) <= size)]
+    by_length = fitting(DROPOUT if problem.dropout_rate else TABLE[problem.features])
+    forward = by_length[next(limit for limit in by_length if problem.t <= limit)]
+    return Config(forward, fitting(BACKWARD_DATA if problem.features in ("data", "scores") else BACKWARD))
 
 
 def candidates(problem: Problem) -> list[Config]:

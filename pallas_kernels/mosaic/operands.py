@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..compat import varying_axes
 from ..problem import Operands, Problem
 from ..tiles import Span, Tools
 from . import below
@@ -29,14 +30,18 @@ def flat(x: jax.Array) -> jax.Array:
     return _padded(_padded(x, 1, ROWS_MULTIPLE, always=True), 3, CHANNELS_MULTIPLE, always=True)
 
 
-def prepared(problem: Problem, operands: Operands, block_q: int, block_k: int) -> Operands:
+def prepared(
+    problem: Problem, operands: Operands, block_q: int, block_k: int, transposed: bool = False
+) -> Operands:
     """The operands with what tiles read from registers (all but q, k, v) padded to whole tiles.
 
     Loads are not bounded. What the padding holds is hidden, as keys that do not exist, or not stored.
+    What depends on both sides is `transposed` for tiles that are: [..., t, T].
     """
     on_q = lambda x: _readable(_padded(x, -1, block_q))
     on_k = lambda x: _readable(_padded(x, -1, block_k))
-    both = lambda x: _readable(_padded(_padded(x, -1, block_k), -2, block_q))
+    order = lambda x: x.mT if transposed else x
+    both = lambda x: _readable(order(_padded(_padded(x, -1, block_k), -2, block_q)))
     sides = dict(query=on_q, key=on_k, pair=both, scalar=_readable, head=_readable)
     view = lambda fields: fields.map(**sides)
     o = operands
@@ -130,11 +135,13 @@ def launch(
     scratch: dict[str, Any],
     blocks: int,
     warpgroups: int,
+    sums: tuple = (),
 ) -> dict[str, jax.Array]:
     """Runs `kernel(operands, outputs, **scratch)` in so many blocks of so many warpgroups.
 
     `operands` is a pytree; the kernel gets it with a reference in place of each array. `outputs`
-    names shapes and dtypes; the kernel gets a dict of references, the caller one of arrays.
+    names shapes and dtypes; the kernel gets a dict of references, the caller one of arrays. Those in
+    `sums` hold zeros when the kernel starts.
     """
     leaves, tree = jax.tree.flatten(operands)
     leaves = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
@@ -152,7 +159,7 @@ def launch(
     body.__name__ = name
     run = plgpu.kernel(
         body,
-        out_type=list(shapes.values()),
+        out_type=[] if sums else list(shapes.values()),
         scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
@@ -165,4 +172,13 @@ def launch(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return dict(zip(shapes, run(*leaves)))
+    if not sums:
+        return dict(zip(shapes, run(*leaves)))
+
+    def before(key: str) -> jax.Array:
+        x = (jnp.zeros if key in sums else lax.empty)(*outputs[key])
+        axes = tuple(varying_axes(leaves[0]))
+        return lax.pcast(x, axes, to="varying") if axes else x
+
+    after = pl.run_state(lambda refs: run(*leaves, *refs))(tuple(map(before, shapes)))
+    return dict(zip(shapes, after))
