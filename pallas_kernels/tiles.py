@@ -213,7 +213,9 @@ def _load_side(
     what belongs to both."""
     at = lambda axes: lambda ref: value(ref, axes, place, tools)
     sides = dict(q=dict(query=at("q")), k=dict(key=at("k")))[side]
-    sides |= dict(head=at("h"), scalar=lambda ref: tools.load(ref, (0,))) if first else dict(pair=at(place.pair))
+    sides |= (
+        dict(head=at("h"), scalar=lambda ref: tools.load(ref, (0,))) if first else dict(pair=at(place.pair))
+    )
     view = lambda fields: fields.map(**sides)
     bias = operands.bias
     if with_bias and bias is not None:

@@ -104,13 +104,22 @@ def backward(
         q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=cfg.q_stages),
         do_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=cfg.do_stages),
     )
+    slices = 1  # arrays of sums of dQ
+    if problem.interpret:  # which cannot add
+        slices = schedule.outer * (warpgroups if _dq_part(cfg, D) == "keys" else 1)
+        scratch |= dict(
+            met=plgpu.Barrier(num_arrivals=warpgroups),
+            peers=plgpu.Barrier(num_barriers=4),
+            dq_full=plgpu.Barrier(num_barriers=warpgroups),
+            dq_free=plgpu.Barrier(num_barriers=warpgroups),
+        )
     results = launch(
         functools.partial(_kernel, problem, cfg, section),
         problem,
         "jflash_backward",
         (kernel_operands, flat(do), of_rows(lse * (-1 / factor), -jnp.inf), of_rows(-delta, 0), schedule),
         dict(
-            dq=((B, rows, problem.H, D), jnp.float32),
+            dq=((slices * B, rows, problem.H, D), jnp.float32),
             dk=(kernel_operands.k.shape, problem.dtype),
             dv=(kernel_operands.v.shape, problem.dtype),
         ),
@@ -119,7 +128,8 @@ def backward(
         warpgroups + 1,
         sums=("dq",),
     )
-    dq = (results["dq"][:, : problem.T] * factor).astype(problem.dtype)
+    dq = results["dq"].reshape(slices, B, rows, problem.H, D).sum(0) if slices > 1 else results["dq"]
+    dq = (dq * factor).astype(problem.dtype)
     like = lambda x, to: x[:, : to.shape[-3], :, : to.shape[-1]].reshape(to.shape)
     o = operands
     return dict(q=like(dq, o.q), k=like(results["dk"], o.k), v=like(results["dv"], o.v))
@@ -171,7 +181,8 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
     visits = schedule.visits(i, entry)
     n_masked, n_full = jnp.int32(visits.n_masked), jnp.int32(visits.n_full)
     # Blocks of queries outside, heads of the group inside. One step at least, which the mask hides.
-    masked_steps, steps = n_masked * G, jnp.maximum((n_masked + n_full) * G, 1)
+    steps = jnp.maximum((n_masked + n_full) * G, 1)
+    masked_steps = steps - n_full * G
 
     def at(r):
         """(block of queries, query head) of step r."""
@@ -182,7 +193,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
         return jnp.clip(j, 0, schedule.inner - 1).astype(jnp.int32), h
 
     def slot(r, n):
-        return r % n if isinstance(r, int) else lax.rem(r, jnp.int32(n))
+        return lax.rem(r, jnp.int32(n))
 
     def cell(name, n=0):
         return s[name].at[n] if problem.interpret else None
@@ -201,15 +212,25 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
         k_w, v_w = k_s.at[own], v_s.at[own]
 
         def meet():
-            below.meet(MEET, 128 * warpgroups, cell("met"))
+            below.meet(MEET, 128 * warpgroups, s.get("met"))
 
         def tile_at(r):
             j, h = at(r)
             place = Place(entry, h, k=Span(k0 + w * 64, 64, t), q_axis=1, pair="hkq")
             return tiles.rows(problem, refs, place, "k", tools(64, bq)).tile(Span(j * bq, bq, T))
 
+        def masked(x, r, tile):
+            """`x` with -inf where the mask hides the pair.
+
+            A branch in one loop: a loop for masked blocks and another for full ones need more registers.
+            """
+            if not schedule.has_masked:
+                return x
+            if not schedule.has_full:
+                return hidden(x, r, tile)
+            return lax.cond(r < masked_steps, lambda x: hidden(x, r, tile), lambda x: x, x)
+
         def hidden(x, r, tile):
-            """`x` with -inf where the mask hides the pair."""
             if not by_columns:
                 tile = tile_at(r) if tile is None else tile
                 return jnp.where(tile.visible(x.shape), x, -jnp.inf)
@@ -228,28 +249,30 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             """Of the queries of a step: a number for each column."""
             return below.across_rows(below.load(ref.at[at], below.COLUMN, (bq,)), 64)
 
-        def scores_start(r, tile, masked):
+        def scores_start(r):
             """What S^T starts at: plain scores at -lse, and the mask then needs no registers later."""
             at = slot(r, cfg.q_stages)
             plgpu.barrier_wait(s["q_full"].at[at])
-            if not plain:
-                return None
-            start = spread(s["lse_s"], at)
-            return below.settled(hidden(start, r, tile))[0] if masked else start
+            return masked(spread(s["lse_s"], at), r, None) if plain else None
 
         def score_product(start, r):
             """S^T, asynchronous."""
             return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
-        def probabilities(x, r, tile, masked):
-            """(P^T, what brings the gradient of scores to that of q·k)."""
+        def probabilities(x, r, tile):
+            """(P^T, that after dropout, both in 16 bits, what brings the gradient of scores to that of q·k)."""
+            pull = lambda ds: ds
             if plain:
-                return jnp.exp2(x * c), lambda ds: ds
-            x, pull = jax.vjp(tile.scores, x)
-            x = hidden(x, r, tile) if masked else x
-            p = jnp.exp2((x + spread(s["lse_s"], slot(r, cfg.q_stages))) * LOG2E)
-            # 0 times a modifier's infinite slope is not NaN, but 0.
-            return p, lambda ds: jnp.where(ds == 0, 0.0, pull(ds)[0]) if refs.mods else pull(ds)[0]
+                p = jnp.exp2(x * c)
+            else:
+                x, linear = jax.vjp(tile.scores, x)
+                x = masked(x, r, tile)
+                p = jnp.exp2((x + spread(s["lse_s"], slot(r, cfg.q_stages))) * LOG2E)
+                slope = lambda ds: below.pulled(linear, ds)
+                # 0 times a modifier's infinite slope is not NaN, but 0.
+                pull = (lambda ds: jnp.where(ds == 0, 0.0, slope(ds))) if refs.mods else slope
+            p = p.astype(problem.dtype)
+            return p, p if refs.dropout is None else tile.kept(p), pull
 
         def dp_start(r):
             """What dP^T starts at: without dropout at -delta."""
@@ -261,15 +284,13 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             """dP^T, asynchronous."""
             return below.mma(start, v_w, do_s.at[slot(r, cfg.do_stages)], transpose_b=True)
 
-        def score_gradients(p, dp, pull, r, tile):
+        def score_gradients(p, kept_p, dp, pull, r):
             """dS^T in 16 bits; of plain scores but for the scale."""
             if refs.dropout is not None:
-                minus_delta = spread(s["delta_s"], slot(r, cfg.do_stages))
-                dp = tile.kept(dp) * tiles.keep_scale(problem) + minus_delta
+                # Where p is 0 but kept, dS is 0 all the same.
+                dp = jnp.where(below.widened(kept_p) != 0, dp * tiles.keep_scale(problem), 0.0)
+                dp = dp + spread(s["delta_s"], slot(r, cfg.do_stages))
             return pull(below.widened(p) * dp).astype(problem.dtype)
-
-        def kept(p, tile):
-            return p if refs.dropout is None else tile.kept(p)
 
         def dq_product(at):
             ds, k = ds_s.at[at], k_s
@@ -287,34 +308,33 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             below.fence()
             dq_full(below.arrive, w)
 
-        def step(r, carry, masked):
-            """S^T and dP^T together; dV, dQ, dK together; the warpgroups meet once."""
+        def step(r, carry):
+            """S^T and, if all is plain, dP^T together; dV, dQ, dK together; the warpgroups meet once."""
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x, dp = scores_start(r, tile, masked), dp_start(r)
-            if plain and dp is not None:
-                x, dp = below.settled(x, dp)
-            elif dp is not None:
-                (dp,) = below.settled(dp)
-            x, dp = score_product(x, r), dp_product(dp, r)
-            (x,) = below.wait(1, x)
-            p, pull = probabilities(x, r, tile, masked)
-            p = p.astype(problem.dtype)
-            p16 = kept(p, tile)
+            if needs_tile:
+                (x,) = below.wait(0, score_product(scores_start(r), r))
+                p, kept_p, pull = probabilities(x, r, tile)
+                dp = dp_product(dp_start(r), r)
+            else:
+                x, dp = below.settled(scores_start(r), dp_start(r))
+                x, dp = score_product(x, r), dp_product(dp, r)
+                (x,) = below.wait(1, x)
+                p, kept_p, pull = probabilities(x, r, tile)
             (dp,) = below.wait(0, dp)
-            ds = score_gradients(p, dp, pull, r, tile)
+            ds = score_gradients(p, kept_p, dp, pull, r)
             ds_s.at[at].at[own][...] = ds
-            dv = below.mma(dv, p16, do_s.at[dos])
+            dv = below.mma(dv, kept_p, do_s.at[dos])
             below.fence()
             meet()  # dS^T is in shared memory
             dq = dq_product(at)
             dk = below.mma(dk, ds, q_s.at[qs])
-            dv, p16 = below.wait(2, dv, p16)
+            dv, _ = below.wait(2, dv, kept_p)
             plgpu.barrier_arrive(s["do_free"].at[dos])
             (dq,) = below.wait(1, dq)
             store_dq(dq)
-            dk, ds = below.wait(0, dk, ds)
+            dk, _ = below.wait(0, dk, ds)
             plgpu.barrier_arrive(s["q_free"].at[qs])
             return dk, dv
 
@@ -327,53 +347,48 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             peer(below.sync, 1 - w, r)  # this warpgroup's part has long been there
             return dq_product(slot(r, 2))
 
-        def deferring_step(r, carry, masked, first=False):
+        def deferring_step(r, carry, first=False):
             """dQ of the step before runs beside S^T: each warpgroup may be a step ahead of the other."""
             dk, dv = carry
             qs, dos, at = slot(r, cfg.q_stages), slot(r, cfg.do_stages), slot(r, 2)
             tile = tile_at(r) if needs_tile else None
-            x = score_product(scores_start(r, tile, masked), r)
+            x = score_product(scores_start(r), r)
             dq = None if first else late_dq(r - 1)
             (x,) = below.wait(0 if first else 1, x)
-            p, pull = probabilities(x, r, tile, masked)
-            p = p.astype(problem.dtype)
-            p16 = kept(p, tile)
+            p, kept_p, pull = probabilities(x, r, tile)
             if dq is not None:  # before dP^T starts, whose accumulator takes these registers
                 (dq,) = below.wait(0, dq)
                 store_dq(dq)
             dp = dp_product(dp_start(r), r)
-            dv = below.mma(dv, p16, do_s.at[dos])
+            dv = below.mma(dv, kept_p, do_s.at[dos])
             (dp,) = below.wait(1, dp)
-            ds = score_gradients(p, dp, pull, r, tile)
+            ds = score_gradients(p, kept_p, dp, pull, r)
             ds_s.at[at].at[own][...] = ds
             below.fence()
             peer(below.arrive, w, r)
             dk = below.mma(dk, ds, q_s.at[qs])
-            dv, p16 = below.wait(1, dv, p16)
+            dv, _ = below.wait(1, dv, kept_p)
             plgpu.barrier_arrive(s["do_free"].at[dos])
-            dk, ds = below.wait(0, dk, ds)
+            dk, _ = below.wait(0, dk, ds)
             plgpu.barrier_arrive(s["q_free"].at[qs])
             return dk, dv
 
-        def sweep(body, carry, start):
-            start = jnp.int32(start)
-            if schedule.has_masked:
-                end = masked_steps if schedule.has_full else steps
-                carry = lax.fori_loop(start, end, functools.partial(body, masked=True), carry)
-                start = jnp.maximum(start, end)
-            if schedule.has_full:
-                carry = lax.fori_loop(start, steps, functools.partial(body, masked=False), carry)
-            return carry
-
         plgpu.barrier_wait(s["kv_full"])
+        if schedule.hides_keys:
+            # What nobody sees may be NaN, which 0 times it would be too. Who sees it has an lse of NaN.
+            for x_w in (k_w, v_w):
+                x = x_w[...]
+                x_w[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, 0)
+            below.fence()
+            meet()
         carry = below.tile_of(0, D), below.tile_of(0, v_s.shape[1])
         if cfg.mode == "defer":
-            carry = deferring_step(0, carry, schedule.has_masked, first=True)
-            carry = sweep(deferring_step, carry, 1)
+            carry = deferring_step(jnp.int32(0), carry, first=True)
+            carry = lax.fori_loop(jnp.int32(1), steps, deferring_step, carry)
             (dq,) = below.wait(0, late_dq(steps - 1))
             store_dq(dq)
         else:
-            carry = sweep(step, carry, 0)
+            carry = lax.fori_loop(jnp.int32(0), steps, step, carry)
         dk, dv = carry
         meet()  # the other warpgroup's products have read these keys
         k_w[...] = (dk * extras.factor(problem, refs)).astype(problem.dtype)
@@ -415,26 +430,41 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
                 first = first + w * 64
             elif part == "channels":
                 columns = pl.ds(w * (D // 2), D // 2)
-            to = outputs["dq"].at[b, pl.ds(first, 64), h, columns]
-            plgpu.copy_smem_to_gmem(dq_s.at[w], to, reduction_op="add")
+            array = b
+            if problem.interpret:  # an array for each block of keys, or part of it
+                array = b + math.prod(problem.batch) * (i * warpgroups + w if part == "keys" else i)
+            below.add(dq_s.at[w], outputs["dq"].at[array, pl.ds(first, 64), h, columns])
         for w in range(warpgroups):
             plgpu.wait_smem_to_gmem(warpgroups - 1 - w, wait_read_only=True)
             pl.when(r + 1 < steps)(lambda: dq_free(below.arrive, w))
 
-    def over_steps(body):
-        lax.fori_loop(jnp.int32(0), steps, lambda r, _: body(r), None)
+    def over_steps(body, more=0):
+        lax.fori_loop(jnp.int32(0), steps + more, lambda r, _: body(r), None)
 
     def loads():
         load_keys()
         over_steps(load)
 
-    def adds():
+    def adds(body=add, more=0):
         for w in range(warpgroups):
             dq_free(below.arrive, w)
-        over_steps(add)
+        over_steps(body, more)
         plgpu.wait_smem_to_gmem(0)
+
+    def both():
+        """Loads and additions by one thread, which must not wait with one for the other."""
+
+        def step(r):
+            pl.when(r < steps)(lambda: load(r))
+            pl.when(r > 0)(lambda: add(r - 1))
+
+        load_keys()
+        adds(step, 1)
 
     @pl.when(warpgroup == warpgroups)
     def _produce():
         plgpu.set_max_registers(24 if warpgroups == 2 else 32, action="decrease")
-        below.on_warps(loads, adds)
+        if problem.interpret:
+            both()
+        else:
+            below.on_warps(loads, adds)

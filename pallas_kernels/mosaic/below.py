@@ -22,6 +22,8 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Literal
+from jax.extend.core.primitives import add_jaxvals_p
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
@@ -159,6 +161,11 @@ def store(shared: Any, ref: Any, inside: Any = None, commit: bool = True) -> Non
         return plgpu.copy_smem_to_gmem(shared, ref, predicate=inside, commit_group=commit)
     copy = lambda: plgpu.copy_smem_to_gmem(shared, ref, commit_group=commit)
     copy() if inside is None else pl.when(inside)(copy)
+
+
+def add(shared: Any, ref: Any) -> None:
+    """Starts the addition of a tile to global memory. The twin writes."""
+    plgpu.copy_smem_to_gmem(shared, ref, reduction_op=None if _plain.get() else "add")
 
 
 # ------------------------------------------------------------------------------------------- products
@@ -314,6 +321,29 @@ def widened(x: jax.Array) -> jax.Array:
         return fa.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
 
     return emit(x)
+
+
+def pulled(pull: Callable, ds: jax.Array) -> jax.Array:
+    """`pull(ds)[0]`, of a `jax.vjp`. It adds cotangents by a primitive that Mosaic does not lower."""
+
+    def evaluated(jaxpr, consts, arguments):
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments)))
+        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+        for eqn in jaxpr.eqns:
+            operands = map(read, eqn.invars)
+            if eqn.primitive is add_jaxvals_p:
+                results = [jnp.add(*operands)]
+            elif "jaxpr" in eqn.params:
+                inner = eqn.params["jaxpr"]
+                results = evaluated(inner.jaxpr, inner.consts, operands)
+            else:
+                results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+                results = results if eqn.primitive.multiple_results else [results]
+            values.update(zip(eqn.outvars, results))
+        return [read(x) for x in jaxpr.outvars]
+
+    closed = jax.make_jaxpr(pull)(ds)
+    return evaluated(closed.jaxpr, closed.consts, [ds])[0]
 
 
 def settled(*arrays: jax.Array) -> tuple:
