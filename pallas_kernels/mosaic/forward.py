@@ -30,8 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import extras
-from .. import tiles
+from .. import extras, tiles
 from ..problem import Operands, Problem
 from ..tiles import LOG2E, Place, Span
 from . import below
@@ -179,7 +178,7 @@ def _kernel(
     warpgroups, n, stages, rows = cfg.warpgroups, cfg.block_k, cfg.stages, cfg.block_q
     T, t, d = problem.T, problem.t, channels(problem.d)
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    width = None if table_ref is None else table_ref.shape[0] // order.blocks
+    width: Any = None if table_ref is None else table_ref.shape[0] // order.blocks
     plain = extras.is_plain(problem, extras.fields(refs))
     by_columns = schedule.form == "arithmetic"  # masks are intervals of keys
     needs_tile = not plain or refs.dropout is not None or (schedule.has_masked and not by_columns)
@@ -274,7 +273,7 @@ def _kernel(
             def scores(raw, m, masked):
                 """(scores, the tile) of the m-th block."""
                 j = where(m)
-                tile = of_rows.tile(Span(j * n, n, t)) if needs_tile else None
+                tile: Any = of_rows.tile(Span(j * n, n, t)) if needs_tile else None
                 x = raw if plain else tile.scores(raw)
                 if masked:
                     x = hidden(x, j, tile)
@@ -433,7 +432,7 @@ def _kernel(
             head = lax.div(h, jnp.int32(problem.group)) if problem.group > 1 else h
 
             def copy(kind, m):
-                ref, to, full = ((refs.k, k_s, k_full), (refs.v, v_s, v_full))[kind]
+                ref, to, full = (refs.k, refs.v)[kind], (k_s, v_s)[kind], (k_full, v_full)[kind]
                 at = slot(done + m)
                 pl.when(done + m >= stages)(lambda: free(below.sync, kind, at))
                 plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(where(m) * n, n), head], to.at[at], full.at[at])
