@@ -260,7 +260,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
         def probabilities(x, r, tile):
-            """(P^T, the same after dropout, both in 16 bits, a function: gradients of scores to those of q·k)."""
+            """(P^T, the same after dropout, both in 16 bits, a function from gradients of s to q·k's)."""
             pull = lambda ds: ds
             if plain:
                 p = jnp.exp2(x * c)
