@@ -104,7 +104,10 @@ def _features(operands: Operands) -> str:
     arrays = operands.mask, operands.q_positions, operands.k_positions, operands.dropout
     if jax.tree.leaves(arrays):
         return "data"
-    return "none" if operands.mask is None else "positions"
+    if operands.mask is None:
+        return "none"
+    seen = operands.mask.interval(0, "query")
+    return "positions" if seen is None or seen.lo is None else "window"
 
 
 def flag(call: str, name: str, x: Any) -> None:

@@ -31,8 +31,9 @@ class Problem:
     architecture: str  # of the GPU: "sm_90", "gfx942"; "" if not known or none
     interpret: bool  # whether kernels run in Pallas's interpret mode
     masked: bool  # whether there is a mask
-    # What a tile needs beside q·k: "none", "positions" (a mask computes with them), "data" (a mask,
-    # positions or dropout bring arrays), "scores" (a bias or modifiers).
+    # What a tile needs beside q·k: "none", "positions" (a mask computes with them), "window" (so it does,
+    # and a query sees few keys), "data" (a mask, positions or dropout bring arrays), "scores" (a bias or
+    # modifiers).
     features: str
     default_positions: bool  # query row i stands at i + t - T, key row j at j
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SHAPES, Case, Shape, inputs, kept, philox
-from programs import IMPLEMENTATIONS, QUICK, TILES, results, tiled
+from programs import IMPLEMENTATIONS, QUICK, TILES, results, tiled, widest
 
 import jflash
 from jflash import Dropout
@@ -37,10 +37,10 @@ def weights(implementation, case, x, tiles=0):
     return np.moveaxis(got["out"], -2, -3), np.moveaxis(got["dv"], -3, -1)
 
 
-def square(case, rows=slice(None), columns=slice(None)):
-    x = inputs(case, np.float32)
+def square(case, dtype, rows=slice(None), columns=slice(None)):
+    x = inputs(case, dtype)
     batch, T, t, H, h, *_ = SHAPES[case.shape]
-    eye = np.eye(40, dtype=np.float32)
+    eye = np.eye(40, dtype=dtype)
     spread = lambda y, heads: np.broadcast_to(y[:, None], (*batch, len(y), heads, 40))
     floats = dict(q=0 * x.floats["q"], k=x.floats["k"], v=spread(eye[columns], h))
     return x._replace(floats=floats, cotangents=(spread(eye[rows], H), 0 * x.cotangents[1]))
@@ -49,11 +49,13 @@ def square(case, rows=slice(None), columns=slice(None)):
 @by_each
 def test_all_passes_and_tiles_draw_the_same_bits(implementation):
     case = Case("square", rate=0.3, offsets=(1, 2, 3, 4))
-    x = square(case)
+    dtype = widest(implementation)
+    x = square(case, dtype)
     for tiles in range(len(TILES.get(implementation, "1"))):
         for weight in weights(implementation, case, x, tiles):
             np.testing.assert_array_equal(weight != 0, x.data["kept"])
-            np.testing.assert_allclose(weight[weight != 0], 1 / 40 / 0.7, rtol=1e-6)
+            rounding = max(1e-6, float(jnp.finfo(dtype).eps))
+            np.testing.assert_allclose(weight[weight != 0].astype(float), 1 / 40 / 0.7, rtol=rounding)
 
 
 @by_each
@@ -64,7 +66,7 @@ def test_parts_draw_what_the_whole_would(implementation):
     for part in np.ndindex(2, 2, 2, 2):
         b, h, i, j = part[0], part[1], 20 * part[2], 20 * part[3]
         rows, columns = slice(i, i + 20), slice(j, j + 20)
-        x = square(case, rows, columns)
+        x = square(case, widest(implementation), rows, columns)
         x.data["offsets"] = tuple(map(np.int32, (1 + b, 2 + h, 3 + i, 4 + j)))
         forward, backward = weights(implementation, case, x)
         np.testing.assert_array_equal(forward[0, 0][:, columns] != 0, whole[b, h, rows, columns])
@@ -73,7 +75,7 @@ def test_parts_draw_what_the_whole_would(implementation):
 
 @by_each
 def test_rates_0_and_1(implementation):
-    x = inputs(Case("gqa"), np.float32)
+    x = inputs(Case("gqa"), widest(implementation))
     q, k, v = (x.floats[name] for name in "qkv")
 
     @jax.jit

@@ -34,7 +34,8 @@ def pulled(f, x, do):
 def compiled(implementation, kind, length, transform):
     mask, bias = KINDS[kind]
     of = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
-    floats = [of((1, length, heads, 8)) for heads in (2, 1, 1)]
+    dtype = jnp.bfloat16 if implementation == "mosaic" else jnp.float32
+    floats = [of((1, length, heads, 8), dtype) for heads in (2, 1, 1)]
     floats += [of(tuple(length if n is None else n for n in bias))] if bias else []
     ids = of((1, length), jnp.int32)
 

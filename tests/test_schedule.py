@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import IMPLEMENTATIONS, ON_GPU, QUICK, TILES
+from programs import IMPLEMENTATIONS, ON_GPU, QUICK, TILES, widest
 
 from jflash import (
     Causal,
@@ -262,13 +262,19 @@ def test_any_combination_is_sound(tree, lengths, seed):
         assert_sound(schedule.make(problem, operands, 4, 8, of), matrix, 4, 8, of)
 
 
-def poisoned(arrays, entry, blocks):
-    """Copies with NaN in these blocks of 16 rows of a batch entry."""
+def poisoned(arrays, entry, blocks, size):
+    """Copies with NaN in these blocks of rows of a batch entry."""
     arrays = [x.copy() for x in arrays]
     for x in arrays:
         for j in blocks:
-            x[entry, 16 * j : 16 * j + 16] = np.nan
+            x[entry, size * j : size * (j + 1)] = np.nan
     return arrays
+
+
+# Of the first tiles of `TILES`: (length, queries and keys of a tile forward, the same backward).
+LAID_OUT = dict(
+    xla=(96, (16, 16), (16, 16)), triton=(96, (16, 16), (16, 16)), mosaic=(512, (128, 64), (64, 128))
+)
 
 
 @pytest.mark.parametrize("name", ["window", "segments sorted", "combined", "prefix"])
@@ -279,12 +285,14 @@ def test_empty_blocks_are_never_loaded(implementation, name):
     Forward in k and v, backward in q and the cotangent of out.
     """
     [row] = [row for row in backends.TABLE if row.name == implementation]
-    module, config = row.load(), TILES[implementation][0]  # of 16 x 16
-    mask, _ = MASKS[name](96, 96, np.random.default_rng(3))
-    problem, operands = problem_of(mask, 96, 96)
-    problem = dataclasses.replace(problem, interpret=not ON_GPU)
+    module, config = row.load(), TILES[implementation][0]
+    T, *sizes = LAID_OUT[implementation]
+    mask, _ = MASKS[name](T, T, np.random.default_rng(3))
+    problem, operands = problem_of(mask, T, T)
+    dtype = jnp.dtype(widest(implementation))
+    problem = dataclasses.replace(problem, interpret=not ON_GPU, dtype=dtype)
     rng = np.random.default_rng(4)
-    q, k, v, do = (rng.standard_normal((B, 96, H, 4)).astype(np.float32) for _ in range(4))
+    q, k, v, do = (rng.standard_normal((B, T, H, 4)).astype(dtype) for _ in range(4))
     plan = functools.partial(schedule.make, problem, operands)
     with_ = lambda q, k, v: dataclasses.replace(operands, q=q, k=k, v=v)
 
@@ -301,19 +309,20 @@ def test_empty_blocks_are_never_loaded(implementation, name):
     out, lse_of_rows = map(np.asarray, forward(q, k, v, do))
     delta = jnp.einsum("bTHd,bTHd->bHT", out, do)
     holes = 0
-    for run, of in ((forward, "query"), (backward, "key")):
-        blocks = plan(16, 16, of)
+    for run, of, (block_q, block_k) in zip((forward, backward), ("query", "key"), sizes):
+        blocks = plan(block_q, block_k, of)
+        here, there = (block_q, block_k) if of == "query" else (block_k, block_q)
         clean = list(map(np.asarray, run(q, k, v, do)))
         for i, entry in itertools.product((0, 2, blocks.outer - 1), range(B)):
             unvisited = set(range(blocks.inner)) - {j for j, _ in visited(blocks, i, (entry,))}
             holes += len(unvisited)
             if of == "query":
-                got = run(q, *poisoned((k, v), entry, unvisited), do)
+                got = run(q, *poisoned((k, v), entry, unvisited, there), do)
             else:
-                bad_q, bad_do = poisoned((q, do), entry, unvisited)
+                bad_q, bad_do = poisoned((q, do), entry, unvisited, there)
                 got = run(bad_q, k, v, bad_do)
             for x, y in zip(clean, map(np.asarray, got)):
                 x, y = (z[entry].T if z.ndim == 3 else z[entry] for z in (x, y))  # lse is [B, H, T]
-                rows = slice(16 * i, 16 * i + 16)
+                rows = slice(here * i, here * (i + 1))
                 np.testing.assert_array_equal(y[rows], x[rows])
     assert holes > 0

@@ -395,7 +395,9 @@ def test_what_is_no_key(key):
 
 def test_unknown_implementations():
     rule = "(implementation=...)` must be None (the best one for the platform) or one of"
-    raises(ValueError, f"{rule} ['triton', 'xla', 'reference']. Got 'cudnn'", implementation="cudnn")
+    raises(
+        ValueError, f"{rule} ['mosaic', 'triton', 'xla', 'reference']. Got 'cudnn'", implementation="cudnn"
+    )
     raises(ValueError, f"{rule} ... Got 3", implementation=3)
     with pytest.raises(ValueError, match=r"^`explain\(implementation=\.\.\.\)` must be None.*Got 'flash'"):
         jflash.explain(q, k, v, implementation="flash")

@@ -1,6 +1,6 @@
 """Times attention on a GPU: jflash beside what JAX itself has, in one process.
 
-    python tools/bench_gpu.py [--names jflash,triton,cudnn,pallas] [--cases T,B,heads,D,causal ...]
+    python tools/bench_gpu.py [--names jflash,fa3,cudnn,pallas] [--cases T,B,heads,D,causal ...]
 
 Compare within a run only: the card lowers its clock under load, so the calls take turns. FLOPs as in the
 FlashAttention papers: 4·B·H·T²·D forward, half of it causal, 3.5 times with the backward pass.
@@ -48,8 +48,17 @@ def pallas(q, k, v, causal):
     return attention.mha(q, k, v, None, sm_scale=1 / math.sqrt(D), causal=causal, block_sizes=blocks)
 
 
+def fa3(q, k, v, causal):
+    """FlashAttention-3's own kernels, called from JAX by the package dew_flash_attn, if it is there."""
+    import dew_flash_attn
+
+    return dew_flash_attn.flash_mha(q, k, v, is_causal=causal, window_size=(-1, -1))
+
+
 CALLS = {
     "jflash": ours,
+    "mosaic": functools.partial(ours, implementation="mosaic"),
+    "fa3": fa3,
     "triton": functools.partial(ours, implementation="triton"),
     "xla": functools.partial(ours, implementation="xla"),
     "cudnn": functools.partial(of_jax, implementation="cudnn"),
@@ -96,7 +105,7 @@ def measure(names: list[str], case: tuple) -> dict[str, tuple[float, float]]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--names", default="triton,pallas,cudnn", help=f"of {', '.join(CALLS)}")
+    parser.add_argument("--names", default="jflash,triton,pallas,cudnn", help=f"of {', '.join(CALLS)}")
     parser.add_argument("--cases", nargs="*", help="B,T,H,D,causal or full")
     options = parser.parse_args()
     names = options.names.split(",")

@@ -67,8 +67,8 @@ def backward(
     if problem.deterministic or max(problem.D, problem.d) > WIDEST or extras.wanted(operands, wanted):
         from pallas_kernels import triton
 
-        config = triton.default_config(problem)
-        return triton.backward(problem, operands, config, plan, lse, delta, do, wanted)
+        tiles_there = triton.default_config(problem)
+        return triton.backward(problem, operands, tiles_there, plan, lse, delta, do, wanted)
     cfg = config.backward
     schedule = plan(cfg.block_q, cfg.block_k, "key")
     words = tiles.with_words(problem, operands)
@@ -87,7 +87,7 @@ def backward(
     section = min(pairs, 1 << (max(1, L2 // bytes_each).bit_length() - 1))
     shared = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=below.SWIZZLED)
     numbers = lambda *shape: plgpu.SMEM(shape, jnp.float32)
-    wide = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    wide = (below.tiling((8, 32)), below.swizzle(128))
     warpgroups, bq, bk = cfg.warpgroups, cfg.block_q, cfg.block_k
     scratch = dict(
         k_s=shared(bk, D),
@@ -136,7 +136,7 @@ def backward(
 
 
 def _dq_part(cfg: Any, D: int) -> str:
-    """What of dQ = dS K a warpgroup forms, 64 rows of it: its "queries", its "channels", or all for its "keys"."""
+    """Which 64 rows of dQ = dS K a warpgroup forms: its "queries", its "channels", or all, of its "keys"."""
     if cfg.block_q == 128:
         return "queries"
     return "channels" if D == 128 and cfg.warpgroups == 2 else "keys"
@@ -263,7 +263,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             return below.mma(start, k_w, q_s.at[slot(r, cfg.q_stages)], transpose_b=True)
 
         def probabilities(x, r, tile):
-            """(P^T, that after dropout, both in 16 bits, what brings the gradient of scores to that of q·k)."""
+            """(P^T, the same after dropout, both in 16 bits, a function from gradients of s to q·k's)."""
             pull = lambda ds: ds
             if plain:
                 p = jnp.exp2(x * c)
@@ -419,7 +419,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             (do_ref, do_s, delta_ref, s["delta_s"], "do", cfg.do_stages),
         ):
             to, full = slot(r, stages), s[f"{name}_full"]
-            pl.when(r >= stages)(lambda: plgpu.barrier_wait(s[f"{name}_free"].at[to]))
+            pl.when(r >= stages)(functools.partial(plgpu.barrier_wait, s[f"{name}_free"].at[to]))
             plgpu.copy_gmem_to_smem(x_ref.at[b, rows, h], x_s.at[to], full.at[to])
             plgpu.copy_gmem_to_smem(y_ref.at[b, h, rows], y_s.at[to], full.at[to])
 
@@ -439,7 +439,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
             below.add(dq_s.at[w], outputs["dq"].at[array, pl.ds(first, 64), h, columns])
         for w in range(warpgroups):
             plgpu.wait_smem_to_gmem(warpgroups - 1 - w, wait_read_only=True)
-            pl.when(r + 1 < steps)(lambda: dq_free(below.arrive, w))
+            pl.when(r + 1 < steps)(functools.partial(dq_free, below.arrive, w))
 
     def over_steps(body, more=0):
         lax.fori_loop(jnp.int32(0), steps + more, lambda r, _: body(r), None)

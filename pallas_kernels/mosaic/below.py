@@ -8,6 +8,7 @@ masks compare with immediates. H200: docstrings of `forward` and `backward` say 
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,11 +27,17 @@ from jax.extend.core.primitives import add_jaxvals_p
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+tiling: Any = plgpu.TilingTransform
+swizzle: Any = plgpu.SwizzleTransform
+inline: Any = plgpu.inline_mgpu  # Any: what it makes of a function has other arguments than the function
+
+F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 TILE = plgpu.Layout.WGMMA  # an accumulator: 64 rows, a warpgroup's
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)  # a number for each row of a tile, for each column
 SPLAT = plgpu.Layout.WG_SPLAT
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+SWIZZLED = (tiling((8, 64)), swizzle(128))
 OPERAND = plgpu.RefType(SWIZZLED)
+
 
 _plain = contextvars.ContextVar("plain", default=False)
 
@@ -84,9 +91,10 @@ def sync(name: Any, threads: int, cell: Any) -> None:
 
 def _named(operation: str, name: Any, threads: int, twin: Callable) -> None:
     if _plain.get():
-        return twin()
+        twin()
+        return
 
-    @plgpu.inline_mgpu(arg_types=(SPLAT,))
+    @inline(arg_types=(SPLAT,))
     def emit(_, name):
         _emit(f"bar.{operation} $0, {threads};", "r,~{memory}", name.registers[()])
 
@@ -103,7 +111,7 @@ def fence() -> None:
     if _plain.get():
         return plgpu.commit_smem()
 
-    @plgpu.inline_mgpu()
+    @inline()
     def emit(_):
         _emit("fence.proxy.async.shared::cta;", "~{memory}")
 
@@ -136,8 +144,8 @@ def any_in_block(flags: jax.Array | None, cells: tuple) -> jax.Array:
         return fa.FragmentedArray.splat(found, (), is_signed=True)
 
     arguments = () if flags is None else (flags,)
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
-    return plgpu.inline_mgpu(arg_types=(ROW,) * len(arguments), return_type=result)(emit)(*arguments) != 0
+    result = plgpu.ShapeDtypeStruct((), I32, layout=SPLAT)
+    return inline(arg_types=(ROW,) * len(arguments), return_type=result)(emit)(*arguments) != 0
 
 
 def on_warps(*bodies: Callable[[], None]) -> None:
@@ -154,7 +162,7 @@ def on_warps(*bodies: Callable[[], None]) -> None:
 
 
 def store(shared: Any, ref: Any, inside: Any = None, commit: bool = True) -> None:
-    """Starts the copy of a tile to global memory, if it lies `inside`; what lies behind the array is dropped."""
+    """Starts the copy of a tile to global memory, if it is `inside`; what is behind the array is dropped."""
     if not _plain.get():
         return plgpu.copy_smem_to_gmem(shared, ref, predicate=inside, commit_group=commit)
     copy = lambda: plgpu.copy_smem_to_gmem(shared, ref, commit_group=commit)
@@ -253,13 +261,13 @@ def mma(acc: jax.Array | None, a: Any, b: Any, *, transpose_a: bool = False, tra
         if in_registers:
             *acc, a = fa.optimization_barrier(*acc, a) if acc else (fa.optimization_barrier(a),)
         elif acc:
-            acc = [fa.optimization_barrier(*acc)]
+            acc: Any = [fa.optimization_barrier(*acc)]
         nvvm.wgmma_fence_aligned()
         b_at, b_transposed = _descriptor(swap(b, transpose_b), (64, n), False)
         if not in_registers:
             a_at, a_transposed = _descriptor(swap(a, transpose_a), (64, 64), True)
         zero = _constant(0)
-        total = None
+        total: Any = None
         if acc:
             registers = acc[0].to_layout(fa.WGMMA_LAYOUT_ACC_32BIT).registers.flat
             total = [llvm.extractelement(r, zero) for r in registers]
@@ -276,9 +284,9 @@ def mma(acc: jax.Array | None, a: Any, b: Any, *, transpose_a: bool = False, tra
         return _tile(total, n)
 
     types = (*([] if acc is None else [TILE]), TILE if in_registers else OPERAND, OPERAND)
-    result = plgpu.ShapeDtypeStruct((64, n), jnp.float32, layout=TILE)
+    result = plgpu.ShapeDtypeStruct((64, n), F32, layout=TILE)
     arguments = (*([] if acc is None else [acc]), a, b)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(emit)(*arguments)
+    return inline(arg_types=types, return_type=result)(emit)(*arguments)
 
 
 def wait(pending: int, *arrays: jax.Array) -> tuple:
@@ -290,7 +298,7 @@ def wait(pending: int, *arrays: jax.Array) -> tuple:
         return arrays
     types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,) * len(arrays), return_type=types)
+    @inline(arg_types=(TILE,) * len(arrays), return_type=types)
     def emit(_, *arrays):
         nvvm.wgmma_wait_group_sync_aligned(pending)
         out = fa.optimization_barrier(*arrays)
@@ -300,13 +308,11 @@ def wait(pending: int, *arrays: jax.Array) -> tuple:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """[64, n] of 16 bits -> float32. Of bfloat16 by its bits: conversions would wait for the exponentials' unit."""
+    """[64, n] of 16 bits -> float32. Of bfloat16 by bits: conversions wait for the exponentials' unit."""
     if _plain.get() or x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32)
 
-    @plgpu.inline_mgpu(
-        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
-    )
+    @inline(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE))
     def emit(_, x):
         out = np.empty_like(x.registers)
         one, two = ir.VectorType.get((1,), _i32()), ir.VectorType.get((2,), ir.F32Type.get())
@@ -344,7 +350,7 @@ def pulled(pull: Callable, ds: jax.Array) -> jax.Array:
     return evaluated(closed.jaxpr, closed.consts, [ds])[0]
 
 
-def settled(*arrays: jax.Array) -> tuple:
+def settled(*arrays: Any) -> tuple:
     """The arrays, each in registers of its own from here on.
 
     For accumulators of several products in a row: moved between two of them, they would await the first.
@@ -353,7 +359,7 @@ def settled(*arrays: jax.Array) -> tuple:
         return arrays
     types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,) * len(arrays), return_type=types)
+    @inline(arg_types=(TILE,) * len(arrays), return_type=types)
     def emit(_, *arrays):
         out = fa.optimization_barrier(*arrays)
         return [out] if len(arrays) == 1 else list(out)
@@ -369,9 +375,7 @@ def partial_sums(p: jax.Array) -> jax.Array:
     if _plain.get():
         return p.reshape(p.shape[0], -1, 8).sum(1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=TILE)
-    )
+    @inline(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((64, 8), F32, layout=TILE))
     def emit(_, p):
         groups = [p[:, i : i + 8] for i in range(0, p.shape[1], 8)]
         while len(groups) > 1:
@@ -398,9 +402,9 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
     bounds = [x for x in (first, last) if x is not None]
     tests = [y for x, y in ((first, "sle"), (last, "sge")) if x is not None]
 
-    @plgpu.inline_mgpu(
+    @inline(
         arg_types=(TILE, *(ROW if x.ndim else SPLAT for x in bounds)),
-        return_type=plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=TILE),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, F32, layout=TILE),
     )
     def emit(_, s, *bounds):
         lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
@@ -424,13 +428,13 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
 
 
 def clear(flags: Any) -> None:
-    """Zeros in `flags` [n], int32 in shared memory, by one warpgroup."""
+    """Zeros in `flags` [..., n], int32 in shared memory, by one warpgroup."""
     if _plain.get():
         flags[...] = jnp.zeros(flags.shape, jnp.int32)
         return
-    n = flags.shape[0]
+    n = math.prod(flags.shape)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    @inline(arg_types=(plgpu.RefType(),))
     def emit(_, flags):
         thread = arith.remui(mgpu_utils.thread_idx(), _constant(128))
         for first in range(0, n, 128):
@@ -443,12 +447,12 @@ def clear(flags: Any) -> None:
 
 
 def mark_columns(flags: Any, s: jax.Array) -> None:
-    """Sets flags[column], int32 in shared memory, of each column of `s` [64, n] that is not -inf in some row."""
+    """Sets flags[column], int32 in shared memory, where a column of `s` [64, n] is not -inf in some row."""
     if _plain.get():
         flags[...] = jnp.maximum(flags[...], jnp.where(s == -jnp.inf, 0, 1).max(0))
         return
 
-    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    @inline(arg_types=(TILE, plgpu.RefType()))
     def emit(_, s, flags):
         lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
         address = arith.addi(_address(flags), arith.muli(lane, _constant(4)))
@@ -466,17 +470,18 @@ def mark_columns(flags: Any, s: jax.Array) -> None:
 
 
 def clear_rows(ref: Any, flags: Any) -> None:
-    """Zeros in the rows of `ref` [n, D], a swizzled tile, whose flag [n] is not set; then no flag is.
+    """Zeros in the rows of `ref` [n, D], a swizzled tile, of which no flag [sets, n] is set; unsets all.
 
     By one warpgroup. A row stays in its place under the swizzle, so that zeros need no permutation.
     """
     n, D = ref.shape
+    sets = flags.shape[0]
     if _plain.get():
-        ref[...] = jnp.where(flags[...][:, None] != 0, ref[...], 0)
-        flags[...] = jnp.zeros((n,), jnp.int32)
+        ref[...] = jnp.where(flags[...].max(0)[:, None] != 0, ref[...], 0)
+        flags[...] = jnp.zeros(flags.shape, jnp.int32)
         return
 
-    @plgpu.inline_mgpu(arg_types=(OPERAND, plgpu.RefType()))
+    @inline(arg_types=(OPERAND, plgpu.RefType()))
     def emit(_, ref, flags):
         thread = arith.remui(mgpu_utils.thread_idx(), _constant(128))
         for first in range(0, n, 128):
@@ -490,10 +495,13 @@ def clear_rows(ref: Any, flags: Any) -> None:
                 for atom in range(D // 64)
                 for part in range(8)
             )
+            each = " ".join(
+                f"@e ld.shared.u32 g, [$0 + {at}]; @e st.shared.u32 [$0 + {at}], z; or.b32 f, f, g;"
+                for at in range(0, 4 * n * sets, 4 * n)
+            )
             _emit(
-                "{ .reg .pred p, e; .reg .u32 f, z; mov.u32 z, 0; mov.u32 f, 1; "
-                f"setp.lt.u32 e, $2, {n}; @e ld.shared.u32 f, [$0]; @e st.shared.u32 [$0], z; "
-                f"setp.eq.u32 p, f, 0; {zeros} }}",
+                "{ .reg .pred p, e; .reg .u32 f, g, z; mov.u32 z, 0; mov.u32 f, 0; mov.u32 g, 1; "
+                f"setp.lt.u32 e, $2, {n}; {each} setp.eq.u32 p, f, 0; {zeros} }}",
                 "r,r,r,~{memory}",
                 flag,
                 address,
@@ -524,9 +532,7 @@ def load(ref: Any, layout: Any, shape: tuple) -> jax.Array:
 
     dtype = ref.dtype
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
-    )
+    @inline(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout))
     def emit(_, ref):
         signed = {"i": True, "u": False}.get(jnp.dtype(dtype).kind)
         return fa.FragmentedArray.load_untiled(
@@ -541,7 +547,7 @@ def index(size: int, layout: Any) -> jax.Array:
     if _plain.get():
         return jnp.arange(size, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout))
+    @inline(return_type=plgpu.ShapeDtypeStruct((size,), I32, layout=layout))
     def emit(_):
         return fa.FragmentedArray.broadcasted_iota(_i32(), (size,), 0, layout.to_mgpu(), is_signed=True)
 

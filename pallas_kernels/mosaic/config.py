@@ -48,29 +48,45 @@ class Config:
     backward: Backward = Backward()
 
 
-# Tiles by max(D, d). Measured on an H200; `forward` has the ladder.
-CAUSAL = {
-    64: Forward(3, 128, 4),
-    128: Forward(2, 160, 2),
-    192: Forward(2, 96, 2, turns=False),
-    256: Forward(2, 80, 2, turns=False),
-}
-FULL = CAUSAL | {128: Forward(2, 160, 2)}
-# Rows so short that a tile's start and end must overlap its neighbours'.
-SHORT = {64: Forward(3, 128, 2), 128: Forward(2, 128, 2, persistent=True)}
-# Masks with data, dropout, a bias or modifiers: their values take registers.
+# By `Problem.features`, then by the largest head size and the largest number of keys that the tiles serve.
+# Measured on an H200, those of DATA and SCORES for packed documents only; `forward` has the ladder.
+ANY = 2**31
+D64, D128 = Forward(3, 128, 3, persistent=True), Forward(2, 128, 2, persistent=True)
 DATA = {
-    64: Forward(2, 128, 3),
-    128: Forward(2, 128, 2),
-    192: Forward(2, 64, 2, turns=False),
-    256: Forward(2, 64, 2, turns=False),
+    64: {ANY: Forward(2, 128, 3)},
+    128: {ANY: Forward(2, 128, 2)},
+    192: {ANY: Forward(2, 64, 2, turns=False)},
+    256: {ANY: Forward(2, 32, 2, turns=False)},
 }
-SCORES = {
-    64: Forward(2, 64, 3),
-    128: Forward(2, 64, 3),
-    192: Forward(2, 64, 2, turns=False),
-    256: Forward(2, 64, 2, turns=False),
+TABLE = {
+    "none": {
+        64: {1024: Forward(3, 128, 2, persistent=True), ANY: D64},
+        128: {1024: Forward(2, 64, 3, persistent=True), 4096: D128, ANY: Forward(2, 160, 2)},
+        192: {ANY: Forward(2, 96, 2, turns=False)},
+        256: {ANY: Forward(2, 64, 2, turns=False)},
+    },
+    "positions": {
+        64: {1024: Forward(2, 128, 2, persistent=True), ANY: D64},
+        128: {8192: D128, ANY: Forward(2, 160, 2)},
+        192: {ANY: Forward(2, 96, 2, turns=False)},
+        256: {ANY: Forward(2, 80, 2, turns=False)},
+    },
+    "window": {
+        64: {ANY: D64},
+        128: {ANY: D128},
+        192: {ANY: Forward(2, 96, 2, turns=False)},
+        256: {ANY: Forward(2, 64, 2, turns=False)},
+    },
+    "data": DATA,
+    "scores": {
+        64: {ANY: Forward(2, 64, 3)},
+        128: {ANY: Forward(2, 64, 3)},
+        192: {ANY: Forward(2, 64, 2, turns=False)},
+        256: {ANY: Forward(2, 32, 2, turns=False)},
+    },
 }
+# The bits of dropout take registers, too.
+DROPOUT = TABLE["scores"]
 
 # Of the backward kernel, which knows no larger heads: plain scores with masks that compute; all else.
 BACKWARD = {64: Backward(128, mode="defer"), 128: Backward(64), 256: Backward()}
@@ -99,13 +115,10 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def default_config(problem: Problem) -> Config:
-    short = max(problem.T, problem.t) <= 4096
-    table = dict(none=FULL, positions=CAUSAL, data=DATA, scores=SCORES)[problem.features]
-    if short and problem.features in ("none", "positions"):
-        table = CAUSAL | SHORT
-    backward = BACKWARD if problem.features in ("none", "positions") else BACKWARD_DATA
     fitting = lambda table: table[next(size for size in table if max(problem.D, problem.d) <= size)]
-    return Config(fitting(table), fitting(backward))
+    by_length = fitting(DROPOUT if problem.dropout_rate else TABLE[problem.features])
+    forward = by_length[next(limit for limit in by_length if problem.t <= limit)]
+    return Config(forward, fitting(BACKWARD_DATA if problem.features in ("data", "scores") else BACKWARD))
 
 
 def candidates(problem: Problem) -> list[Config]:

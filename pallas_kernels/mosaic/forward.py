@@ -30,8 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import extras
-from .. import tiles
+from .. import extras, tiles
 from ..problem import Operands, Problem
 from ..tiles import LOG2E, Place, Span
 from . import below
@@ -69,7 +68,7 @@ def forward(
     if cfg.persistent or D != d:
         ring["o_s"] = shared(cfg.block_q, d)  # so that the next Q can be loaded early
     if _cleans(cfg, schedule):
-        ring["seen_s"] = plgpu.SMEM((cfg.block_k,), jnp.int32)
+        ring["seen_s"] = plgpu.SMEM((cfg.warpgroups, cfg.block_k), jnp.int32)
     if problem.interpret:
         ring |= dict(
             turns=plgpu.Barrier(num_barriers=cfg.warpgroups),
@@ -166,7 +165,9 @@ def _deal(pairs: int, section: int, blocks: int, work: list[int]) -> np.ndarray:
     return table
 
 
-def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs: dict, **shared: Any) -> None:
+def _kernel(
+    problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs: dict, **shared: Any
+) -> None:
     refs, schedule, table_ref = arguments
     schedule = with_scalars(schedule)
     s = shared
@@ -177,7 +178,7 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
     warpgroups, n, stages, rows = cfg.warpgroups, cfg.block_k, cfg.stages, cfg.block_q
     T, t, d = problem.T, problem.t, channels(problem.d)
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    width = None if table_ref is None else table_ref.shape[0] // order.blocks
+    width: Any = None if table_ref is None else table_ref.shape[0] // order.blocks
     plain = extras.is_plain(problem, extras.fields(refs))
     by_columns = schedule.form == "arithmetic"  # masks are intervals of keys
     needs_tile = not plain or refs.dropout is not None or (schedule.has_masked and not by_columns)
@@ -272,12 +273,12 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
             def scores(raw, m, masked):
                 """(scores, the tile) of the m-th block."""
                 j = where(m)
-                tile = of_rows.tile(Span(j * n, n, t)) if needs_tile else None
+                tile: Any = of_rows.tile(Span(j * n, n, t)) if needs_tile else None
                 x = raw if plain else tile.scores(raw)
                 if masked:
                     x = hidden(x, j, tile)
                 if cleans and not optimistic:
-                    below.mark_columns(s["seen_s"], x)
+                    below.mark_columns(s["seen_s"].at[warpgroup], x)
                 return x, tile
 
             def hidden(x, j, tile):
@@ -332,6 +333,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 """Online softmax."""
                 o, m, l, p = carry
                 x, o, vs = issue(m_, o, p)
+                if not optimistic:  # rare: fewer registers rather than more overlap
+                    o, p = below.wait(0, o, p)
                 x, tile = scores(x, m_, masked)
                 new = jnp.maximum(m, x.max(axis=1))
                 base = finite(new)
@@ -340,7 +343,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
                 l = l * across(shrink, 8) + below.partial_sums(p32)
                 if refs.dropout is not None:
                     p32 = tile.kept(p32)
-                o, p, p32 = below.wait(0, o, p, p32)
+                if optimistic:
+                    o, p, p32 = below.wait(0, o, p, p32)
                 free(below.arrive, 1, vs)
                 o = o * across(shrink, d)
                 return o, new, l, p32.astype(problem.dtype)
@@ -381,7 +385,8 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
 
             total = l.sum(axis=1)
             if optimistic and cfg.frozen_maximum:
-                finite_sums = jnp.where(jnp.abs(o).max(axis=1) < jnp.inf, 1, 0)
+                # Not the maximum, which loses a NaN on some platforms.
+                finite_sums = jnp.where(jnp.abs(o).sum(axis=1) < jnp.inf, 1, 0)
                 right = jnp.where(total < limit, jnp.where(m > -jnp.inf, finite_sums, 0), 0)
                 frozen = jnp.where(blocks > jnp.maximum(n_masked, 1), 1, 0)  # else nothing was
                 wrong = (1 - right) * frozen
@@ -427,7 +432,7 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
             head = lax.div(h, jnp.int32(problem.group)) if problem.group > 1 else h
 
             def copy(kind, m):
-                ref, to, full = ((refs.k, k_s, k_full), (refs.v, v_s, v_full))[kind]
+                ref, to, full = (refs.k, refs.v)[kind], (k_s, v_s)[kind], (k_full, v_full)[kind]
                 at = slot(done + m)
                 pl.when(done + m >= stages)(lambda: free(below.sync, kind, at))
                 plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(where(m) * n, n), head], to.at[at], full.at[at])
@@ -461,4 +466,3 @@ def _kernel(problem: Problem, cfg: Any, order: _Order, arguments: tuple, outputs
         run(True, lambda: jnp.int32(0))
         if cfg.frozen_maximum:
             pl.when(vote())(lambda: run(False, streamed))
-

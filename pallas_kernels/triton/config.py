@@ -101,12 +101,14 @@ ADA = AMPERE | {256: NVIDIA_SCORES[256]}
 ADA_MASKED = AMPERE_MASKED | {256: NVIDIA_SCORES[256]}
 # By architecture, then by `Problem.features`.
 TABLES = {
-    "sm_80": dict(none=AMPERE, positions=AMPERE, data=AMPERE_MASKED, scores=NVIDIA_SCORES),
-    "sm_86": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
-    "sm_89": dict(none=ADA, positions=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
-    "sm_90": dict(none=HOPPER_FULL, positions=HOPPER, data=HOPPER_MASKED, scores=NVIDIA_SCORES),
-    "gfx90a": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
-    "gfx942": dict(none=CDNA, positions=CDNA, data=CDNA, scores=CDNA_SCORES),
+    "sm_80": dict(none=AMPERE, positions=AMPERE, window=AMPERE, data=AMPERE_MASKED, scores=NVIDIA_SCORES),
+    "sm_86": dict(none=ADA, positions=ADA, window=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_89": dict(none=ADA, positions=ADA, window=ADA, data=ADA_MASKED, scores=NVIDIA_SCORES),
+    "sm_90": dict(
+        none=HOPPER_FULL, positions=HOPPER, window=HOPPER, data=HOPPER_MASKED, scores=NVIDIA_SCORES
+    ),
+    "gfx90a": dict(none=CDNA, positions=CDNA, window=CDNA, data=CDNA, scores=CDNA_SCORES),
+    "gfx942": dict(none=CDNA, positions=CDNA, window=CDNA, data=CDNA, scores=CDNA_SCORES),
 }
 
 

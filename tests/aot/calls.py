@@ -26,6 +26,8 @@ class Call:
     dropout: bool = False
     T: int = 8192
     h: int = 2  # of 2 heads of queries
+    window: int | None = None  # keys behind a query's own position
+    implementation: str = "triton"
 
     @property
     def kind(self) -> str:
@@ -75,6 +77,28 @@ CALLS = [
 # For a second version of JAX, whose kernels are the same ones: the plainest and the richest calls.
 BRIEF = [call for call in CALLS if call.dtype == jnp.bfloat16 and call.name in ("causal", "everything")]
 
+# The Hopper kernels have tiles by length, too.
+HOPPER = [
+    Call(name, D, T=T, implementation="mosaic", **more)
+    for name, more in (
+        ("full", dict(causal=False)),
+        ("causal", dict()),
+        ("window", dict(window=1024)),
+        ("segments", dict(segments=True, h=1)),
+    )
+    for D in (64, 128, 256)
+    for T in ((1024, 16384) if name in ("full", "causal") else (8111,))
+]
+HOPPER += [
+    Call(name, D, implementation="mosaic", **FEATURES[name])
+    for name in ("dropout", "score_mod", "bias", "everything")
+    for D in (64, 128)
+]
+HOPPER += [
+    Call("causal", 128, jnp.float16, implementation="mosaic"),
+    Call("causal", 96, implementation="mosaic"),
+]
+
 
 def program(call: Call):
     """(function, shapes of its operands): out and the gradients of a call."""
@@ -92,6 +116,8 @@ def program(call: Call):
         mask = jflash.Causal() if call.causal else None
         if call.segments:
             mask = mask & jflash.Segments(data["ids"], data["ids"])
+        if call.window is not None:
+            mask = jflash.Window(call.window, 0)
         return jflash.attention(
             floats["q"],
             floats["k"],
@@ -100,7 +126,7 @@ def program(call: Call):
             bias=floats.get("bias"),
             score_mod=(jflash.SoftCap(50.0), jflash.Alibi(floats["slopes"])) if call.mods else None,
             dropout=jflash.Dropout(0.1, data["key"]) if call.dropout else None,
-            implementation="triton",
+            implementation=call.implementation,
         )
 
     def run(floats, data, do):
