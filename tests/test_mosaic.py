@@ -17,7 +17,7 @@ from programs import ON_GPU, QUICK
 import jflash
 from jflash import Alibi, Causal, Dense, Dropout, Function, Prefix, Segments, SoftCap, Window, rules
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import Forward
+from pallas_kernels.mosaic import Backward, Forward
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the interpreter is for the CPU")
 
@@ -53,20 +53,31 @@ CASES = {
 RISING = jnp.linspace(0, 900, 300)[None, None, None].astype(jnp.float32)
 
 
+def traced(arrays, mask, more):
+    """(problem, operands) of a call, to be interpreted.
+
+    The kernels are called directly: a primitive, as attention is, cannot hold the interpreter's ordered
+    callbacks.
+    """
+    given = []
+    results = arrays[0], arrays[0][..., 0].mT  # of the right shapes
+    keep = lambda call, operands: given.append((call, operands)) or results
+    with mock.patch.object(rules, "attend", keep):
+        jflash.attention_with_lse(*arrays, mask, implementation="reference", **more)
+    [(call, operands)] = given
+    return dataclasses.replace(call.problem, interpret=True), operands
+
+
 def attended(implementation, tiles, arrays, mask, more):
-    """(out, lse), by the kernel in interpret mode where the implementation is mosaic."""
+    """(out, lse)."""
+    if implementation == "reference":
+        return jflash.attention_with_lse(*arrays, mask, implementation="reference", **more)
+    problem, operands = traced(arrays, mask, more)
 
-    def direct(call, operands):
-        problem = dataclasses.replace(call.problem, interpret=True)
-        plan = rules._plan(problem, operands)
-        return mosaic.forward(problem, operands, mosaic.Config(tiles), plan)
+    def forward(operands):
+        return mosaic.forward(problem, operands, mosaic.Config(tiles), rules._plan(problem, operands))
 
-    call = lambda *x: jflash.attention_with_lse(*x, mask, implementation="reference", **more)
-    if implementation == "mosaic":
-        # Not through the primitive, which cannot hold the interpreter's ordered callbacks.
-        with mock.patch.object(rules, "attend", direct):
-            return jax.jit(call, compiler_options=QUICK)(*arrays)
-    return call(*arrays)
+    return jax.jit(forward, compiler_options=QUICK)(operands)
 
 
 def drawn(T, t, D, dtype, heads=(2, 1)):
@@ -121,6 +132,49 @@ def test_keys_that_nobody_sees_may_hold_nan(mask):
     poison = lambda x: jnp.where(unseen[None, :, None, None], jnp.nan, x).astype(x.dtype)
     for x, y in zip(clean, attended("mosaic", TILES, (q, poison(k), poison(v)), mask, {})):
         np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x, np.float32), atol=0.02)
+
+
+BACKWARD = Backward(64), Backward(128, mode="defer")
+GRADIENTS = {
+    "full": ((128, 192, 64), None, {}),
+    "causal, ragged, grouped": ((150, 200, 64), Causal(), {}),
+    "window": ((200, 200, 64), Window(50, 10), {}),
+    "packed": ((200, 200, 64), Segments(IDS) & Causal(), {}),
+    "keys that nobody sees": ((130, 200, 40), Prefix(50), {}),
+    "lists": ((130, 200, 64), Dense(SEEN), {}),
+    "scores, dropout": (
+        (130, 200, 64),
+        Causal(),
+        dict(score_mod=SoftCap(5.0), dropout=Dropout(0.3, jax.random.key(1))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("tiles", BACKWARD, ids=lambda x: x.mode)
+def test_backward(name, tiles):
+    """dq, dk and dv, given the true lse and delta."""
+    sizes, mask, more = GRADIENTS[name]
+    arrays = drawn(*sizes, jnp.bfloat16)
+    do = normal(*arrays[0].shape, seed=3).astype(jnp.bfloat16)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    call = lambda *x: jflash.attention_with_lse(*x, mask, implementation="reference", **more)
+    (out, lse), pull = jax.vjp(call, *wide)
+    truth = pull((do.astype(jnp.float32), jnp.zeros_like(lse)))
+    delta = jnp.einsum("bThd,bThd->bhT", out, do.astype(jnp.float32))
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+    problem, operands = traced(arrays, mask, more)
+
+    def backward(operands):
+        plan, config = rules._plan(problem, operands), mosaic.Config(TILES, tiles)
+        return mosaic.backward(problem, operands, config, plan, lse, delta, do, frozenset())
+
+    grads = jax.jit(backward, compiler_options=QUICK)(operands)
+    for name, want in zip("qkv", truth):
+        want = np.asarray(want, np.float64)
+        error = np.abs(np.asarray(grads[name], np.float64) - want).max() / np.abs(want).max()
+        assert error <= 0.01, f"d{name}: {error}"
 
 
 def test_a_missing_wait_is_a_race():
