@@ -77,7 +77,7 @@ def backward(
     rows = schedule.inner * cfg.block_q
     factor = extras.factor(problem, operands)
 
-    def of_rows(x: jax.Array, fill: float) -> jax.Array:
+    def of_rows(x: jax.Array, fill: float | int) -> jax.Array:
         """[B, H, rows], what accumulators start at; `fill` in rows that do not exist."""
         x = x.astype(jnp.float32).reshape(B, problem.H, problem.T)
         return jnp.pad(x, ((0, 0), (0, 0), (0, rows - problem.T)), constant_values=fill)
