@@ -196,6 +196,10 @@ class _Attention(linear_maps.Map):
     def apply(self, *operands):
         return list(_forward(self.call, jax.tree.unflatten(self.tree, operands)))
 
+    def axis_names(self, *operands):
+        named = sharding.axis_names(jax.tree.unflatten(self.tree, operands))
+        return named, [*sharding.result_names(named[0])]
+
     def derivative(self, residuals, arguments, results, tangents):
         point = _Point(jax.tree.unflatten(self.tree, residuals), *results)
         e = _directions(point.operands, tangents)
@@ -219,6 +223,18 @@ class _Map(linear_maps.Map):
     def like(self, *operands):
         (point, *_), _ = jax.tree.unflatten(self.tree, operands)
         return [operands[n] for n in self.places] or [point.out, point.lse]
+
+    def axis_names(self, *operands):
+        (point, *given), argument = jax.tree.unflatten(self.tree, operands)
+        leaves = sharding.axis_names(point.operands)
+        results = sharding.result_names(leaves[0])
+        named = [*leaves, *results]
+        for part in (*given, argument):
+            if isinstance(part, dict):
+                named += [leaves[n] for n in sorted(part)]
+            else:
+                named += [x for x, y in zip(results, part) if y is not None]
+        return named, self.like(*named)
 
     def transpose(self, residuals, cotangents):
         (point, *given), argument = self._structure(residuals)

@@ -1,9 +1,17 @@
 """Attention over device meshes: each device computes its batch entries and heads.
 
-On explicit mesh axes (sharding is part of an array's type, the default of `jax.make_mesh`) the
-call wraps itself in `shard_map`, by the types of its operands: batch axes and heads stay where they
-are and need no communication; lengths and head sizes are gathered. Rows of dropout and the indices
-that masks and score modifiers see are those of the whole, so the result does not depend on the mesh.
+The axes of a call's arrays that devices may share out have names: the batch axes, and the heads.
+They stay where they are and need no communication; lengths and head sizes are gathered. How that
+comes about depends on the axes of the mesh (`jax.sharding.AxisType`):
+
+- explicit (sharding is part of an array's type, the default of `jax.make_mesh`): the call wraps
+  itself in `shard_map`, by the types of its operands;
+- automatic (XLA decides when it compiles): each map of `rules.py` is lowered as a
+  `custom_partitioning`, which tells XLA what may be shared out and what a device computes then;
+- manual (`shard_map`, `pmap`): the call is one device's own.
+
+Rows of dropout and the indices that masks and score modifiers see are those of the whole, so the
+result does not depend on the mesh.
 """
 
 import dataclasses
@@ -12,28 +20,127 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.compat import varying_axes
-from pallas_kernels.problem import Operands, Problem, batch_index, head_index
+from pallas_kernels.problem import Operands, Problem
+
+
+def axis_names(operands: Operands) -> list[PartitionSpec]:
+    """The names of each leaf's axes: "b0", "b1", ... (batch), "h" (key heads), "g" (query heads of one).
+
+    Query heads have two, ("h", "g"), the group within; None is an axis that stays whole, as those of
+    size 1 do beside axes of their full size.
+    """
+    batch = tuple(f"b{n}" for n in range(operands.q.ndim - 3))
+    H, h = operands.q.shape[-2], operands.k.shape[-2]
+    heads = "h" if H == h else "g" if h == 1 else ("h", "g")
+
+    def named(x, *axes):
+        return PartitionSpec(*(None if n == 1 else name for n, name in zip(x.shape, axes)))
+
+    whole = lambda x: PartitionSpec(*(None,) * len(x.shape))
+    sides = dict(
+        head=lambda x: named(x, *batch, heads),
+        query=lambda x: named(x, *batch, None),
+        key=lambda x: named(x, *batch, None),
+        pair=lambda x: named(x, *batch, heads, None, None),
+        scalar=whole,
+    )
+    per_key = lambda x: named(x, *batch, None, "h", None)
+    fields: dict[str, Callable] = dict(
+        q=lambda x: named(x, *batch, None, heads, None),
+        k=per_key,
+        v=per_key,
+        bias=sides["pair"],
+        mods=lambda mods: tuple(mod.map(**sides) for mod in mods),
+        sinks=lambda x: named(x, heads),
+        mask=lambda mask: mask.map(**sides),
+        q_positions=sides["query"],
+        k_positions=sides["key"],
+        b=lambda x: named(x, *batch),
+        h=lambda x: named(x, heads),
+    )
+    get = lambda name: getattr(operands, name)
+    known: dict[str, Any] = {name: f(get(name)) for name, f in fields.items() if get(name) is not None}
+    rest: dict[str, Any] = {f.name: jax.tree.map(whole, get(f.name)) for f in dataclasses.fields(operands)}
+    return jax.tree.leaves(Operands(**rest | known), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def result_names(of_q: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+    """Those of (out, lse), from those of q."""
+    *batch, T, heads, _ = of_q
+    return of_q, PartitionSpec(*batch, heads, T)
+
+
+def _each(name: Any) -> tuple:
+    return name if isinstance(name, tuple) else () if name is None else (name,)
+
+
+def _sizes(arrays: list[tuple]) -> dict[str, int]:
+    """The size of each name in (names, shape) of arrays."""
+    axes = [axis for named, shape in arrays for axis in zip(named, shape)]
+    sizes = {name: n for name, n in axes if isinstance(name, str)}
+    return sizes | {name[1]: n // sizes[name[0]] for name, n in axes if isinstance(name, tuple)}
+
+
+def _shared_out(arrays: list[tuple], mesh: Any) -> dict[str, tuple]:
+    """The axes of the mesh that share out each name.
+
+    `arrays`: (names, shape, axes of the mesh for each axis) of each array; the first that is sharded
+    along a name decides. Its axes count, from the first one on, as far as they divide the name's size.
+    """
+    sizes = _sizes([(named, shape) for named, shape, _ in arrays])
+    parts = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
+    over: dict[str, tuple] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: item[0] == "g"):  # it follows "h"
+        taken = {axis for axes in over.values() for axis in axes}
+        for named, _, spec in arrays:
+            for here, axes in zip(named, spec):
+                if name not in _each(here) or name in over:
+                    continue
+                if name == "g" and isinstance(here, tuple):
+                    # A part of a group is a part of the heads only where no device has two key heads.
+                    of_h = over.get("h", ())
+                    follows = axes[: len(of_h)] == of_h and parts(of_h) == sizes["h"]
+                    axes = axes[len(of_h) :] if follows else ()
+                while size % parts(axes):
+                    axes = axes[:-1]
+                if axes and not taken & set(axes):
+                    over[name] = axes
+    return over
+
+
+def _spec(named: PartitionSpec, over: dict) -> PartitionSpec:
+    return PartitionSpec(*(sum((over.get(n, ()) for n in _each(name)), ()) or None for name in named))
+
+
+# Explicit axes
 
 
 def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -> tuple:
     """`attend(operands)`, (out, lse), on each device's part of operands whose types are sharded."""
     mesh = explicit_mesh(operands)
-    operands = dataclasses.replace(
-        operands, b=batch_index(problem, operands), h=head_index(problem, operands)
-    )
-    batch, heads = _axes(problem, operands, mesh)
-    specs = jax.tree.leaves(_specs(operands, batch, heads), is_leaf=_is_spec)
+    operands = _with_enough_heads(operands, mesh)
     leaves, tree = jax.tree.flatten(operands)
+    named = axis_names(operands)
+    over = _shared_out([(n, x.shape, _axes_of_type(x)) for n, x in zip(named, leaves)][:2], mesh)
+    specs = tuple(_spec(n, over) for n in named)
     leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs)]
     local = jax.shard_map(
         lambda *parts: attend(jax.tree.unflatten(tree, parts)),
         mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=(PartitionSpec(*batch, None, heads, None), PartitionSpec(*batch, heads, None)),
+        in_specs=specs,
+        out_specs=tuple(_spec(n, over) for n in result_names(named[0])),
         axis_names={
             name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
         },
@@ -42,16 +149,23 @@ def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -
     return local(*leaves)
 
 
+def _with_enough_heads(operands: Operands, mesh: Any) -> Operands:
+    """Key heads that are fewer than the devices of the query heads, several times: one for each."""
+    H, h = operands.q.shape[-2], operands.k.shape[-2]
+    parts = math.prod(mesh.shape[axis] for axis in _axes_of_type(operands.q)[-2])
+    times = parts // math.gcd(parts, h)
+    if times == 1 or h == 1 or H // h % times:
+        return operands
+    k, v = (jnp.repeat(x, times, axis=-2) for x in (operands.k, operands.v))
+    return dataclasses.replace(operands, k=k, v=v)
+
+
 def replicated(x: jax.Array) -> jax.Array:
     """`x`, whole on each device if its type shards it."""
     sharding = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def explicit_mesh(operands: Operands) -> Any:
@@ -63,61 +177,135 @@ def explicit_mesh(operands: Operands) -> Any:
     return None
 
 
-def _axes(problem: Problem, operands: Operands, mesh: Any) -> tuple[tuple, Any]:
-    """The mesh axes of each batch axis and of the heads, as q has them, else k."""
-    q, k = (_padded_spec(x) for x in (operands.q, operands.k))
-    taken = set()
+def _axes_of_type(x: jax.Array) -> list[tuple]:
+    """For each axis of `x` the axes of the mesh that shard it."""
+    spec = (*jax.typeof(x).sharding.spec, *(None,) * x.ndim)[: x.ndim]
+    return [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
 
-    def choose(axis, size):
-        for names in (q[axis], k[axis]):
-            every = names if isinstance(names, tuple) else (names,) if names else ()
-            parts = math.prod(mesh.shape[name] for name in every)
-            if every and not taken & set(every) and size % parts == 0:
-                taken.update(every)
-                return names
+
+# Automatic axes
+
+EXPORT = (
+    "attention over several devices cannot be exported with automatic mesh axes: what a device computes is "
+    "known only when XLA compiles. Make the axes explicit, jax.make_mesh(shape, names, axis_types="
+    "(jax.sharding.AxisType.Explicit,) * n), and shard the operands over them; or export a jax.shard_map."
+)
+
+
+def automatic() -> bool:
+    """Whether XLA may share out among several devices what is traced now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return mesh.size > 1 and AxisType.Auto in mesh.axis_types
+    return getattr(mesh, "abstract_device", None) is None and jax.device_count() > 1
+
+
+def on_several_devices(operands: Any) -> bool:
+    return any(len(x.sharding.device_set) > 1 for x in operands if isinstance(x, jax.Array))
+
+
+def automatic_mesh(context: Any) -> Mesh | None:
+    """The devices among which XLA shares out what is lowered in this `LoweringRuleContext`; None: one.
+
+    The axes are those of the program's mesh, split into prime factors: XLA also shards by parts of an axis.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    if getattr(axes, "manual_axes", None) is not None:
+        if set(axes.manual_axes) == set(axes.mesh.axis_names):
+            return None
+        devices = axes.mesh.devices
+    elif getattr(axes, "num_devices", 1) > 1:
+        if module.lowering_parameters.for_export:
+            raise NotImplementedError(EXPORT)
+        mesh = axes.abstract_mesh
+        devices = np.array(axes.device_assignment).reshape(mesh.axis_sizes if mesh else -1)
+    else:
         return None
-
-    batch = tuple(choose(axis, size) for axis, size in enumerate(problem.batch))
-    return batch, choose(-2, problem.h)  # a device needs whole groups of query heads
-
-
-def _padded_spec(x: jax.Array) -> tuple:
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
+    sizes = [prime for n in devices.shape for prime in _primes(n)]
+    return Mesh(devices.reshape(sizes), tuple(f"part{n}" for n in range(len(sizes))))
 
 
-def _specs(operands: Operands, batch: tuple, heads: Any) -> Operands:
-    """The operands with each array replaced by its spec; an axis of size 1 stays whole."""
+def _primes(n: int) -> list[int]:
+    first = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [] if first is None else [first, *_primes(n // first)]
 
-    def spec(x, *axes):
-        return PartitionSpec(*(None if n == 1 else name for n, name in zip(x.shape, axes)))
 
-    whole = lambda x: PartitionSpec()
-    sides = dict(
-        head=lambda x: spec(x, *batch, heads),
-        query=lambda x: spec(x, *batch, None),
-        key=lambda x: spec(x, *batch, None),
-        pair=lambda x: spec(x, *batch, heads, None, None),
-        scalar=whole,
+def partitioned(compute: Callable, local: Callable, named: tuple, shapes: tuple, mesh: Mesh) -> Callable:
+    """`compute(*operands)`, of which each device computes `local` of its parts.
+
+    `named`: the names of the axes of the operands and of the results; `shapes`: theirs.
+    """
+    of_operands, of_results = named
+
+    def decide(operands, results):
+        arrays = zip((*of_operands, *of_results), (*operands, *results))
+        return _shared_out([(n, x.shape, _axes_of(x, mesh)) for n, x in arrays], mesh)
+
+    def partition(_, operands, results):
+        over = decide(operands, results)
+
+        def part(*parts):
+            return [_sum_over(_missing(n, over), x) for n, x in zip(of_results, local(*parts))]
+
+        placed = lambda named: [NamedSharding(mesh, _spec(n, over)) for n in named]
+        return mesh, part, placed(of_results), tuple(placed(of_operands))
+
+    call = custom_partitioning(lambda *operands: compute(*operands))
+    # Without decoding: JAX fails on a sharding by parts of an axis.
+    call.def_partition(partition, decode_shardings=False, sharding_rule=_rule(named, shapes))
+    return call
+
+
+def _missing(named: PartitionSpec, over: dict) -> tuple:
+    """The axes of the mesh along which a result without some names is each device's share of a sum."""
+    has = {name for axis in named for name in _each(axis)}
+    return tuple(axis for name, axes in over.items() if name not in has for axis in axes)
+
+
+def _sum_over(axes: tuple, x: jax.Array) -> jax.Array:
+    if not axes:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return lax.psum(wide, axes).astype(x.dtype)
+
+
+def _rule(named: tuple, shapes: tuple) -> SdyShardingRule:
+    """How XLA (Shardy) propagates shardings: along names."""
+    sizes = _sizes([x for pair in zip(named, shapes) for x in zip(*pair)])
+    whole: list[str] = []
+
+    def factor(name):
+        if name is None:
+            whole.append(f"whole{len(whole)}")
+        return whole[-1] if name is None else CompoundFactor(*name) if isinstance(name, tuple) else name
+
+    operands, results = (tuple(ArrayMapping(*map(factor, x)) for x in side) for side in named)
+    within = [name[1] for side in named for x in side for name in x if isinstance(name, tuple)]
+    return SdyShardingRule(
+        operands, results, need_replication_factors=tuple(whole), **{name: sizes[name] for name in within}
     )
-    per_token = lambda x: spec(x, *batch, None, heads, None)
-    fields: dict[str, Callable] = dict(
-        q=per_token,
-        k=per_token,
-        v=per_token,
-        bias=sides["pair"],
-        mods=lambda mods: tuple(mod.map(**sides) for mod in mods),
-        sinks=lambda x: spec(x, heads),
-        mask=lambda mask: mask.map(**sides),
-        q_positions=sides["query"],
-        k_positions=sides["key"],
-        b=lambda x: spec(x, *batch),
-        h=lambda x: spec(x, heads),
-    )
-    get = lambda name: getattr(operands, name)
-    known: dict[str, Any] = {name: f(get(name)) for name, f in fields.items() if get(name) is not None}
-    rest: dict[str, Any] = {f.name: jax.tree.map(whole, get(f.name)) for f in dataclasses.fields(operands)}
-    return Operands(**rest | known)
+
+
+def _axes_of(x: Any, mesh: Mesh) -> list[tuple]:
+    """For each axis of `x` the axes of the mesh that shard it, where its sharding is of that kind."""
+    ndim = len(x.shape)
+    if x.sharding is None or x.sharding.is_fully_replicated:
+        return [()] * ndim
+    index = x.sharding.devices_indices_map((mesh.size,) * ndim)  # of sizes that every number of parts divides
+    starts = np.array([[s.start or 0 for s in index[device]] for device in mesh.devices.flat])
+    at = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
+    found = []
+    for start in starts.T:
+        of_part = np.unique(start, return_inverse=True)[1]
+        steps = {}
+        for axis, i in zip(mesh.axis_names, at):
+            alone = (i == 1) & (at.sum(0) == 1)
+            if step := int(of_part[alone][0]):
+                steps[axis] = step
+        total = sum(step * at[mesh.axis_names.index(axis)] for axis, step in steps.items())
+        found.append(tuple(sorted(steps, key=lambda axis: -steps[axis])) if (total == of_part).all() else ())
+    return found
 
 
 def vary_alike(arrays: Any) -> Any:
