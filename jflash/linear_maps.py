@@ -198,7 +198,7 @@ def _lower(context, *values, map, types, jaxpr):
     if mesh is not None:
         operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in]
         local = functools.partial(_compute, map=map, types=types, jaxpr=None)
-        shapes = tuple([x.shape for x in xs] for xs in (operands, types))
+        shapes = [x.shape for x in operands]
         compute = sharding.partitioned(compute, local, map.axis_names(*operands), shapes, mesh)
     return mlir.lower_fun(compute, multiple_results=True)(context, *values)
 

@@ -31,7 +31,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.compat import varying_axes
+from pallas_kernels.compat import tiles, varying_axes
 from pallas_kernels.problem import Operands, Problem
 
 
@@ -205,25 +205,29 @@ def on_several_devices(operands: Any) -> bool:
 
 
 def automatic_mesh(context: Any) -> Mesh | None:
-    """The devices among which XLA shares out what is lowered in this `LoweringRuleContext`; None: one.
+    """The devices of what is lowered in this `LoweringRuleContext`; None where XLA shares nothing out.
 
-    The axes are those of the program's mesh, split into prime factors: XLA also shards by parts of an axis.
+    The axes are those of the program's mesh, split into prime factors: XLA also shards by parts of an
+    axis. Some may be manual.
     """
     module = context.module_context
     axes = module.axis_context
-    if getattr(axes, "manual_axes", None) is not None:
-        if set(axes.manual_axes) == set(axes.mesh.axis_names):
-            return None
-        devices = axes.mesh.devices
+    manual: frozenset = getattr(axes, "manual_axes", frozenset())
+    mesh = axes.mesh if manual else getattr(axes, "abstract_mesh", None)
+    if manual:
+        devices = mesh.devices
     elif getattr(axes, "num_devices", 1) > 1:
-        if module.lowering_parameters.for_export:
-            raise NotImplementedError(EXPORT)
-        mesh = axes.abstract_mesh
         devices = np.array(axes.device_assignment).reshape(mesh.axis_sizes if mesh else -1)
     else:
         return None
-    sizes = [prime for n in devices.shape for prime in _primes(n)]
-    return Mesh(devices.reshape(sizes), tuple(f"part{n}" for n in range(len(sizes))))
+    names = mesh.axis_names if mesh else ("",)
+    primes = [(name, n) for name, size in zip(names, devices.shape) for n in _primes(size)]
+    kinds = tuple(AxisType.Manual if name in manual else AxisType.Auto for name, _ in primes)
+    if AxisType.Auto not in kinds:
+        return None
+    if module.lowering_parameters.for_export:
+        raise NotImplementedError(EXPORT)
+    return Mesh(devices.reshape([n for _, n in primes]), [f"part{n}" for n in range(len(primes))], kinds)
 
 
 def _primes(n: int) -> list[int]:
@@ -231,29 +235,44 @@ def _primes(n: int) -> list[int]:
     return [] if first is None else [first, *_primes(n // first)]
 
 
-def partitioned(compute: Callable, local: Callable, named: tuple, shapes: tuple, mesh: Mesh) -> Callable:
+def partitioned(compute: Callable, local: Callable, named: tuple, shapes: list, mesh: Mesh) -> Callable:
     """`compute(*operands)`, of which each device computes `local` of its parts.
 
-    `named`: the names of the axes of the operands and of the results; `shapes`: theirs.
+    `named`: the names of the axes of the operands and of the results; `shapes`: those of the operands;
+    `mesh`: an `automatic_mesh`.
     """
     of_operands, of_results = named
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    free = [name for name, kind in kinds.items() if kind == AxisType.Auto]
+    # Among manual axes XLA numbers the devices of one group, in an order that it keeps to itself.
+    group = Mesh(mesh.devices[tuple(slice(None) if name in free else 0 for name in kinds)], free)
 
-    def decide(operands, results):
-        arrays = zip((*of_operands, *of_results), (*operands, *results))
-        return _shared_out([(n, x.shape, _axes_of(x, mesh)) for n, x in arrays], mesh)
+    def place(operands, results=()):
+        arrays = [*zip(of_operands, operands), *zip(of_results, results)]
+        over = _shared_out([(n, x.shape, _axes_of(x, group)) for n, x in arrays], group)
+        sums = {len(_missing(n, over)) for n in of_results} - {0, len(free)}
+        if sums and group.size < mesh.size:  # over which devices of a group depends on that order
+            over = {}
+        return over, *(tuple(NamedSharding(group, _spec(n, over)) for n in x) for x in named)
 
     def partition(_, operands, results):
-        over = decide(operands, results)
+        over, operands, results = place(operands, results)
+        sums = [_missing(n, over) for n in of_results]
 
         def part(*parts):
-            return [_sum_over(_missing(n, over), x) for n, x in zip(of_results, local(*parts))]
+            # Else the shardings of an explicit mesh around it would stay in what XLA has partitioned.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return tuple(map(_sum_over, sums, local(*parts)))
 
-        placed = lambda named: [NamedSharding(mesh, _spec(n, over)) for n in named]
-        return mesh, part, placed(of_results), tuple(placed(of_operands))
+        return mesh, part, results, operands
 
-    call = custom_partitioning(lambda *operands: compute(*operands))
-    # Without decoding: JAX fails on a sharding by parts of an axis.
-    call.def_partition(partition, decode_shardings=False, sharding_rule=_rule(named, shapes))
+    call = custom_partitioning(lambda *operands: tuple(compute(*operands)))
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda _, operands, results: place(operands)[2],
+        decode_shardings=False,  # JAX fails on a sharding by parts of an axis
+        sharding_rule=_rule(named, _sizes(list(zip(of_operands, shapes)))),
+    )
     return call
 
 
@@ -270,41 +289,37 @@ def _sum_over(axes: tuple, x: jax.Array) -> jax.Array:
     return lax.psum(wide, axes).astype(x.dtype)
 
 
-def _rule(named: tuple, shapes: tuple) -> SdyShardingRule:
+def _rule(named: tuple, sizes: dict[str, int]) -> SdyShardingRule:
     """How XLA (Shardy) propagates shardings: along names."""
-    sizes = _sizes([x for pair in zip(named, shapes) for x in zip(*pair)])
-    whole: list[str] = []
+    whole, within = [], {}
 
     def factor(name):
-        if name is None:
-            whole.append(f"whole{len(whole)}")
-        return whole[-1] if name is None else CompoundFactor(*name) if isinstance(name, tuple) else name
+        if isinstance(name, str):
+            return name
+        if name is not None:
+            within[name[1]] = sizes[name[1]]
+            return CompoundFactor(*name)
+        whole.append(f"whole{len(whole)}")
+        return whole[-1]
 
     operands, results = (tuple(ArrayMapping(*map(factor, x)) for x in side) for side in named)
-    within = [name[1] for side in named for x in side for name in x if isinstance(name, tuple)]
-    return SdyShardingRule(
-        operands, results, need_replication_factors=tuple(whole), **{name: sizes[name] for name in within}
-    )
+    return SdyShardingRule(operands, results, need_replication_factors=tuple(whole), **within)
 
 
 def _axes_of(x: Any, mesh: Mesh) -> list[tuple]:
     """For each axis of `x` the axes of the mesh that shard it, where its sharding is of that kind."""
-    ndim = len(x.shape)
-    if x.sharding is None or x.sharding.is_fully_replicated:
+    sharding, ndim = getattr(x, "sharding", None), len(x.shape)
+    if sharding is None or sharding.is_fully_replicated:
         return [()] * ndim
-    index = x.sharding.devices_indices_map((mesh.size,) * ndim)  # of sizes that every number of parts divides
-    starts = np.array([[s.start or 0 for s in index[device]] for device in mesh.devices.flat])
-    at = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
+    numbers = tiles(sharding, ndim)
+    at = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)  # where each device stands
     found = []
-    for start in starts.T:
-        of_part = np.unique(start, return_inverse=True)[1]
-        steps = {}
-        for axis, i in zip(mesh.axis_names, at):
-            alone = (i == 1) & (at.sum(0) == 1)
-            if step := int(of_part[alone][0]):
-                steps[axis] = step
-        total = sum(step * at[mesh.axis_names.index(axis)] for axis, step in steps.items())
-        found.append(tuple(sorted(steps, key=lambda axis: -steps[axis])) if (total == of_part).all() else ())
+    for part in np.indices(numbers.shape)[:ndim]:
+        part = part.flat[np.argsort(numbers, None)]  # which part of the axis each device has
+        # Its number has one digit for each axis of the mesh that shards this one.
+        steps = [part[(i == 1) & (at.sum(0) == 1)].item() for i in at]
+        axes = sorted((-step, axis) for step, axis in zip(steps, mesh.axis_names) if step)
+        found.append(tuple(axis for _, axis in axes) if (steps @ at == part).all() else ())
     return found
 
 
