@@ -12,6 +12,7 @@ A primitive rather than `jax.custom_jvp`, whose rule partial evaluation drops wi
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,9 +41,9 @@ class Map:
         """The results."""
         raise NotImplementedError
 
-    def like(self, *operands) -> list:
-        """Those operands whose types the results have."""
-        raise NotImplementedError
+    def like(self, *operands) -> list | None:
+        """Those operands whose types the results have; None where these have types of their own."""
+        return None
 
     def types(self, *operands) -> list:
         """The types of the results, nothing of them computed."""
@@ -67,7 +68,8 @@ requires_devices(shared_p)
 
 
 def _bind(operands, map, types, jaxpr):
-    primitive = shared_p if sharding.automatic() else map_p
+    explicit = sharding.explicit_mesh(operands) is not None
+    primitive = shared_p if sharding.automatic() and not explicit else map_p
     return primitive.bind(*operands, map=map, types=types, jaxpr=jaxpr)
 
 
@@ -79,16 +81,30 @@ def linear(map: Map, *operands: Any) -> list:
 def value(map: Map, *operands: Any) -> list:
     """The results of a map, traced or computed now."""
     if not any(isinstance(x, Tracer) for x in operands):  # nobody transforms it
-        return (
-            _among_devices(map, *operands) if sharding.on_several_devices(operands) else map.apply(*operands)
-        )
-    jaxpr = jax.make_jaxpr(map.apply)(*operands)
+        run = functools.partial(_among_devices, map) if sharding.on_several_devices(operands) else map.apply
+        return run(*operands)
+    jaxpr = jax.make_jaxpr(functools.partial(_compute_now, map))(*operands)
     return _bind(operands, map, tuple(jaxpr.out_avals), jaxpr)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _among_devices(map: Map, *operands: Any) -> list:
     return value(map, *operands)
+
+
+def plain(map: Map, *operands: Any, local: Callable | None = None) -> list:
+    """The results of a map as JAX itself differentiates it.
+
+    Of operands whose types are sharded each device has a part, and `local`, by default the map, is of those.
+    """
+    if sharding.explicit_mesh(operands) is None:
+        return map.apply(*operands)
+    named = map.axis_names(*operands)
+    return sharding.over_explicit_axes(local or map.apply, named, operands, map.like(*operands))
+
+
+def _compute_now(map: Map, *operands: Any) -> list:
+    return plain(map, *operands, local=functools.partial(value, map))  # other axes may be automatic
 
 
 def _jvp(operands, tangents, *, map, types, jaxpr):
@@ -140,7 +156,9 @@ class _Batched(Map):
 
     def axis_names(self, *operands):
         own, mapped = f"v{self._depth}", zip(operands, self.axes)
-        one = lambda x, n: x if n is None else x.update(shape=(*x.shape[:n], *x.shape[n + 1 :]))
+        one = lambda x, n: jax.ShapeDtypeStruct(
+            x.shape if n is None else (*x.shape[:n], *x.shape[n + 1 :]), x.dtype
+        )
         of_operands, of_results = self.map.axis_names(*(one(x, n) for x, n in mapped))
         put = lambda x, n: x if n is None else PartitionSpec(*x[:n], own, *x[n:])
         return [put(x, n) for x, n in zip(of_operands, self.axes)], [put(x, 0) for x in of_results]
@@ -183,7 +201,7 @@ def _compute(*operands, map, types, jaxpr):
     # A program may be lowered where x64 is off again.
     wide = any(x.dtype.itemsize == 8 for x in operands)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        return map.apply(*operands)
+        return _compute_now(map, *operands)
 
 
 def _run(*operands, map, types, jaxpr):

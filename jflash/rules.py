@@ -50,24 +50,12 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if 0 in (*problem.batch, problem.T, problem.t, problem.H):  # no pairs: every row is empty
         out = jnp.zeros((*operands.q.shape[:-1], problem.d), problem.dtype)
         return out, jnp.full((*problem.batch, problem.H, problem.T), -jnp.inf, problem.accumulator)
-    over = _attend_locally if sharding.explicit_mesh(operands) is None else _attend_over_mesh
-    return over(call, operands)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # one program, also where the caller has none
-def _attend_over_mesh(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    return sharding.over_explicit_axes(call.problem, operands, functools.partial(_attend_locally, call))
-
-
-def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     # A replicated operand beside sharded ones is cast out here, so that the transpose of the cast sums
     # its gradient over the devices.
-    operands = sharding.vary_alike(operands)
-    if call.implementation.backward is None:
-        problem = call.problem.of(operands)
-        return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
+    operands = sharding.vary_alike(sharding.with_enough_heads(operands))
     leaves, tree = jax.tree.flatten(operands)
-    out, lse = linear_maps.value(_Attention(call, tree), *leaves)
+    run = linear_maps.plain if call.implementation.backward is None else linear_maps.value
+    out, lse = run(_Attention(call, tree), *leaves)
     return out, lse
 
 
@@ -75,7 +63,7 @@ def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Arra
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     problem = call.problem.of(operands)
     out, lse = call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
-    if operands.sinks is not None:
+    if operands.sinks is not None and call.implementation.backward is not None:
         out = _times(out, _sink_weight(operands, lse))
     return out, lse
 
@@ -256,7 +244,7 @@ class _Map(linear_maps.Map):
             return _linear(SECOND[self.rule], self.call, (point, argument), f, self.places) if f else None
         moving = {n: t for n, t in enumerate(tangents) if t is not None}
         put = lambda x: [x.get(n, y) for n, y in enumerate(residuals)]
-        moved = lambda x: self.apply(*put(x), *arguments)
+        moved = lambda x: linear_maps.plain(self, *put(x), *arguments)
         return jax.jvp(moved, ({n: residuals[n] for n in moving},), (moving,))[1]
 
     def _structure(self, residuals):

@@ -16,7 +16,7 @@ result does not depend on the mesh.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.compat import tiles, varying_axes
-from pallas_kernels.problem import Operands, Problem
+from pallas_kernels.problem import Operands
 
 
 def axis_names(operands: Operands) -> list[PartitionSpec]:
@@ -86,6 +86,10 @@ def _each(name: Any) -> tuple:
     return name if isinstance(name, tuple) else () if name is None else (name,)
 
 
+def _flat(named: PartitionSpec) -> set[str]:
+    return {name for axis in named for name in _each(axis)}
+
+
 def _sizes(arrays: list[tuple]) -> dict[str, int]:
     """The size of each name in (names, shape) of arrays."""
     axes = [axis for named, shape in arrays for axis in zip(named, shape)]
@@ -127,31 +131,38 @@ def _spec(named: PartitionSpec, over: dict) -> PartitionSpec:
 # Explicit axes
 
 
-def over_explicit_axes(problem: Problem, operands: Operands, attend: Callable) -> tuple:
-    """`attend(operands)`, (out, lse), on each device's part of operands whose types are sharded."""
+def over_explicit_axes(local: Callable, named: tuple, operands: Sequence, like: Any = None) -> list:
+    """Results of which each device computes `local` of its parts of the operands, whose types are sharded.
+
+    `named`: the names of the axes of the operands and of the results; `like`: arrays whose types the
+    results get, None: whatever comes of it.
+    """
     mesh = explicit_mesh(operands)
-    operands = _with_enough_heads(operands, mesh)
-    leaves, tree = jax.tree.flatten(operands)
-    named = axis_names(operands)
-    over = _shared_out([(n, x.shape, _axes_of_type(x)) for n, x in zip(named, leaves)][:2], mesh)
-    specs = tuple(_spec(n, over) for n in named)
-    leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs)]
-    local = jax.shard_map(
-        lambda *parts: attend(jax.tree.unflatten(tree, parts)),
+    of_operands, of_results = named
+    over = _shared_out([(n, x.shape, _axes_of_type(x)) for n, x in zip(of_operands, operands)], mesh)
+    spec = lambda named: tuple(_spec(n, over) for n in named)
+
+    def part(*parts):
+        return [_sum_over(_missing(n, over), x) for n, x in zip(of_results, local(*parts))]
+
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+    results = jax.shard_map(
+        part,
         mesh=mesh,
-        in_specs=specs,
-        out_specs=tuple(_spec(n, over) for n in result_names(named[0])),
-        axis_names={
-            name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit
-        },
-        check_vma=not problem.interpret,  # Pallas's interpreter mixes what varies with what does not
-    )
-    return local(*leaves)
+        in_specs=spec(of_operands),
+        out_specs=list(spec(of_results)),
+        # By default all, but for those of a `vmap` around, which cannot be named.
+        **({} if len(explicit) == len(mesh.axis_names) else dict(axis_names=explicit)),
+        check_vma=False,  # Pallas's interpreter mixes what varies over devices with what does not
+    )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, spec(of_operands))))
+    if like is None:
+        return results
+    return [jax.sharding.reshard(x, jax.typeof(y).sharding) for x, y in zip(results, like)]
 
 
-def _with_enough_heads(operands: Operands, mesh: Any) -> Operands:
+def with_enough_heads(operands: Operands) -> Operands:
     """Key heads that are fewer than the devices of the query heads, several times: one for each."""
-    H, h = operands.q.shape[-2], operands.k.shape[-2]
+    mesh, H, h = explicit_mesh(jax.tree.leaves(operands)), operands.q.shape[-2], operands.k.shape[-2]
     parts = math.prod(mesh.shape[axis] for axis in _axes_of_type(operands.q)[-2])
     times = parts // math.gcd(parts, h)
     if times == 1 or h == 1 or H // h % times:
@@ -168,9 +179,9 @@ def replicated(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
-def explicit_mesh(operands: Operands) -> Any:
-    """The mesh over which the types of some operands are sharded, or None."""
-    for x in jax.tree.leaves(operands):
+def explicit_mesh(arrays: Sequence) -> Any:
+    """The mesh over which the types of some arrays are sharded, or None."""
+    for x in arrays:
         sharding = jax.typeof(x).sharding
         if any(axis is not None for axis in sharding.spec):
             return sharding.mesh
@@ -252,7 +263,7 @@ def partitioned(compute: Callable, local: Callable, named: tuple, shapes: list, 
         over = _shared_out([(n, x.shape, _axes_of(x, group)) for n, x in arrays], group)
         sums = {len(_missing(n, over)) for n in of_results} - {0, len(free)}
         if sums and group.size < mesh.size:  # over which devices of a group depends on that order
-            over = {}
+            over = {name: axes for name, axes in over.items() if all(name in _flat(n) for n in of_results)}
         return over, *(tuple(NamedSharding(group, _spec(n, over)) for n in x) for x in named)
 
     def partition(_, operands, results):
@@ -278,8 +289,7 @@ def partitioned(compute: Callable, local: Callable, named: tuple, shapes: list, 
 
 def _missing(named: PartitionSpec, over: dict) -> tuple:
     """The axes of the mesh along which a result without some names is each device's share of a sum."""
-    has = {name for axis in named for name in _each(axis)}
-    return tuple(axis for name, axes in over.items() if name not in has for axis in axes)
+    return tuple(axis for name, axes in over.items() if name not in _flat(named) for axis in axes)
 
 
 def _sum_over(axes: tuple, x: jax.Array) -> jax.Array:
