@@ -33,6 +33,7 @@ class Map:
 
     residuals: int  # how many of the operands are residuals; they come first
     names: tuple[str, ...] = ()  # of the results, for policies of `jax.checkpoint`
+    interpret: bool = False  # whether Pallas interprets it
 
     def __repr__(self) -> str:  # short: it stands in every printed jaxpr
         return type(self).__name__
@@ -46,8 +47,8 @@ class Map:
         return None
 
     def types(self, *operands) -> list:
-        """The types of the results, nothing of them computed."""
-        return [jax.typeof(x) for x in self.like(*operands)]
+        """Those types, nothing computed."""
+        return [jax.typeof(x) for x in self.like(*operands) or ()]
 
     def axis_names(self, *operands) -> tuple[list, list]:
         """The names of the axes that devices may share out, of operands and results: see `sharding`."""
@@ -99,8 +100,8 @@ def plain(map: Map, *operands: Any, local: Callable | None = None) -> list:
     """
     if sharding.explicit_mesh(operands) is None:
         return map.apply(*operands)
-    named = map.axis_names(*operands)
-    return sharding.over_explicit_axes(local or map.apply, named, operands, map.like(*operands))
+    named, like = map.axis_names(*operands), map.like(*operands)
+    return sharding.over_explicit_axes(local or map.apply, named, operands, like, map.interpret)
 
 
 def _compute_now(map: Map, *operands: Any) -> list:
@@ -144,6 +145,10 @@ class _Batched(Map):
     @property
     def names(self):
         return self.map.names
+
+    @property
+    def interpret(self):
+        return self.map.interpret
 
     def apply(self, *operands):
         return self._vmap(self.map.apply, self.axes)(*operands)
@@ -189,7 +194,7 @@ class _Batched(Map):
 def _batch(axis, operands, axes, *, map, types, jaxpr):
     if all(n is None for n in axes):
         return _bind(operands, map, types, jaxpr), [None] * len(types)
-    names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name or axis.explicit_mesh_axis)
+    names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name)
     batched = _Batched(map, tuple(axes), tuple(names.items()))
     results = (linear if jaxpr is None else value)(batched, *operands)
     return results, [0] * len(results)

@@ -170,10 +170,18 @@ def _gradients_along(call: Call, places, point: _Point, u: tuple, f: dict):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Attention(linear_maps.Map):
+class _OfCall(linear_maps.Map):
+    call: Call
+
+    @property
+    def interpret(self):
+        return self.call.problem.interpret
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Attention(_OfCall):
     """(out, lse) at the operands, flat, for `linear_maps`."""
 
-    call: Call
     tree: Any  # of the operands
     names = CHECKPOINT_NAMES
 
@@ -195,11 +203,10 @@ class _Attention(linear_maps.Map):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Map(linear_maps.Map):
+class _Map(_OfCall):
     """One of the four at (residuals, argument), flat, for `linear_maps`."""
 
     rule: Callable
-    call: Call
     places: tuple[int, ...]
     tree: Any  # of (residuals, argument)
     residuals: int
@@ -257,7 +264,7 @@ SECOND = {_tangent: _tangent_along, _gradients: _gradients_along}  # the derivat
 
 def _map(rule: Callable, call: Call, residuals: tuple, argument: Any, places: tuple = ()) -> tuple:
     operands, tree = jax.tree.flatten((residuals, argument))
-    return _Map(rule, call, places, tree, len(jax.tree.leaves(residuals))), *operands
+    return _Map(call, rule, places, tree, len(jax.tree.leaves(residuals))), *operands
 
 
 def _linear(*args, **kw) -> list:

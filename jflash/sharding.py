@@ -131,7 +131,7 @@ def _spec(named: PartitionSpec, over: dict) -> PartitionSpec:
 # Explicit axes
 
 
-def over_explicit_axes(local: Callable, named: tuple, operands: Sequence, like: Any = None) -> list:
+def over_explicit_axes(local: Callable, named: tuple, operands: Sequence, like: Any, interpret: bool) -> list:
     """Results of which each device computes `local` of its parts of the operands, whose types are sharded.
 
     `named`: the names of the axes of the operands and of the results; `like`: arrays whose types the
@@ -143,7 +143,7 @@ def over_explicit_axes(local: Callable, named: tuple, operands: Sequence, like: 
     spec = lambda named: tuple(_spec(n, over) for n in named)
 
     def part(*parts):
-        return [_sum_over(_missing(n, over), x) for n, x in zip(of_results, local(*parts))]
+        return [_sum_over(_missing(n, over), x) for n, x in zip(of_results, local(*vary_alike(parts)))]
 
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
     results = jax.shard_map(
@@ -153,7 +153,7 @@ def over_explicit_axes(local: Callable, named: tuple, operands: Sequence, like: 
         out_specs=list(spec(of_results)),
         # By default all, but for those of a `vmap` around, which cannot be named.
         **({} if len(explicit) == len(mesh.axis_names) else dict(axis_names=explicit)),
-        check_vma=False,  # Pallas's interpreter mixes what varies over devices with what does not
+        check_vma=not interpret,  # Pallas's interpreter mixes what varies with what does not
     )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, spec(of_operands))))
     if like is None:
         return results
@@ -224,7 +224,7 @@ def automatic_mesh(context: Any) -> Mesh | None:
     module = context.module_context
     axes = module.axis_context
     manual: frozenset = getattr(axes, "manual_axes", frozenset())
-    mesh = axes.mesh if manual else getattr(axes, "abstract_mesh", None)
+    mesh: Any = axes.mesh if manual else getattr(axes, "abstract_mesh", None)
     if manual:
         devices = mesh.devices
     elif getattr(axes, "num_devices", 1) > 1:
