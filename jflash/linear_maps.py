@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.compat import requires_devices
 
-from . import sharding
+from . import partitioning, sharding
 
 
 class Map:
@@ -70,7 +70,7 @@ requires_devices(shared_p)
 
 def _bind(operands, map, types, jaxpr):
     explicit = sharding.explicit_mesh(operands) is not None
-    primitive = shared_p if sharding.automatic() and not explicit else map_p
+    primitive = shared_p if partitioning.automatic() and not explicit else map_p
     return primitive.bind(*operands, map=map, types=types, jaxpr=jaxpr)
 
 
@@ -82,7 +82,9 @@ def linear(map: Map, *operands: Any) -> list:
 def value(map: Map, *operands: Any) -> list:
     """The results of a map, traced or computed now."""
     if not any(isinstance(x, Tracer) for x in operands):  # nobody transforms it
-        run = functools.partial(_among_devices, map) if sharding.on_several_devices(operands) else map.apply
+        run = (
+            functools.partial(_among_devices, map) if partitioning.on_several_devices(operands) else map.apply
+        )
         return run(*operands)
     jaxpr = jax.make_jaxpr(functools.partial(_compute_now, map))(*operands)
     return _bind(operands, map, tuple(jaxpr.out_avals), jaxpr)
@@ -210,19 +212,19 @@ def _compute(*operands, map, types, jaxpr):
 
 
 def _run(*operands, map, types, jaxpr):
-    if sharding.on_several_devices(operands):
+    if partitioning.on_several_devices(operands):
         return _among_devices(map, *operands)
     return _compute(*operands, map=map, types=types, jaxpr=jaxpr)
 
 
 def _lower(context, *values, map, types, jaxpr):
     compute = functools.partial(_compute, map=map, types=types, jaxpr=jaxpr)
-    mesh = sharding.automatic_mesh(context)
+    mesh = partitioning.automatic_mesh(context)
     if mesh is not None:
         operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in]
         local = functools.partial(_compute, map=map, types=types, jaxpr=None)
         shapes = [x.shape for x in operands]
-        compute = sharding.partitioned(compute, local, map.axis_names(*operands), shapes, mesh)
+        compute = partitioning.partitioned(compute, local, map.axis_names(*operands), shapes, mesh)
     return mlir.lower_fun(compute, multiple_results=True)(context, *values)
 
 
