@@ -306,6 +306,16 @@ def test_fewer_key_heads_than_devices(kind, h):
     assert told.sharding in str(told)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_groups_need_whole_heads(kind):
+    """24 query heads on 8 devices: the three of one need two of the 12 key heads."""
+    x, W = inputs(B=2, H=24, h=12)
+    over = mesh(kind, y=8)
+    specs = {"q": P(None, None, "y")}, by(None, "y")[1]
+    with jax.set_mesh(over):
+        assert_agree(answer_jit(*placed(x, W, specs, over)), answer_jit(x, W))
+
+
 @pytest.mark.parametrize("kind, once", [("automatic", "all-gather"), ("explicit", "all-to-all")])
 def test_keys_that_lie_elsewhere_move_once(kind, once):
     """Sharded by their length; heads are then exchanged for keys where that suffices."""
