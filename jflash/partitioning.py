@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from pallas_kernels.compat import tiles
 from pallas_kernels.problem import Operands
@@ -111,7 +111,8 @@ def partitioned(compute: Callable, local: Callable, named: tuple, shapes: list, 
 
         def part(*parts):
             # Else the shardings of an explicit mesh around it would stay in what XLA has partitioned.
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
                 return tuple(map(sum_over, sums, local(*parts)))
 
         return mesh, part, results, operands
