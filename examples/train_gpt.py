@@ -3,16 +3,20 @@
     python examples/train_gpt.py                          # tiny: three minutes on two CPU cores
     python examples/train_gpt.py --preset gpt2-small      # GPT-2's smallest shape, for a GPU
     python examples/train_gpt.py --compare --steps 100    # jflash beside dense attention
+    python examples/train_gpt.py --mesh data=4,tensor=2   # on 8 devices, by batch and by heads
 
 After an interruption, even kill -9, the same command resumes from the last checkpoint and ends in
 bitwise the same losses and parameters, because a batch is a function of (seed, step) alone. (On a
 GPU, XLA promises that much only under XLA_FLAGS=--xla_gpu_deterministic_ops=true.) `--fresh` starts
-over. The output folder gets checkpoints and `curve.png`; the terminal gets a page of sampled Python
-and the validation loss beside that of a bigram table.
+over. A mesh changes no loss but by rounding; JAX_NUM_CPU_DEVICES=8 makes eight devices of a CPU. The
+output folder gets checkpoints and `curve.png`; the terminal gets a page of sampled Python and the validation
+loss beside that of a bigram table.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import math
 import re
 import shutil
 import sysconfig
@@ -28,6 +32,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import jflash
@@ -174,6 +179,40 @@ def batch_at(data, config, step):
     return windows_at(data, starts, config.length)
 
 
+def make_mesh(axes):
+    """Returns a context with a mesh of these {name: size}, or one without a mesh if all sizes are 1."""
+    sizes = {"data": 1, "tensor": 1} | axes
+    needed = math.prod(sizes.values())
+    if needed == 1:
+        return contextlib.nullcontext()
+    if needed > jax.device_count():
+        raise SystemExit(
+            f"--mesh needs {needed} devices; there are {jax.device_count()}. JAX_NUM_CPU_DEVICES={needed} in "
+            f"the environment makes as many of a CPU."
+        )
+    automatic = (AxisType.Auto,) * len(sizes)  # XLA shards all that follows from parameters and batch
+    devices = jax.devices()[:needed]
+    return jax.set_mesh(jax.make_mesh(tuple(sizes.values()), tuple(sizes), automatic, devices=devices))
+
+
+def place(x, *spec):
+    """Returns `x`, with its axes along the mesh axes named in `spec`, if there is a mesh."""
+    mesh = jax.sharding.get_mesh()
+    return x if mesh.empty else jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def place_parameters(params):
+    """Returns `params`, with heads and the width within the MLP along "tensor", if there is a mesh."""
+    along = dict.fromkeys(("query", "key", "value", "up"), (None, "tensor"))
+    along |= dict.fromkeys(("out", "down"), ("tensor",))
+
+    def placed(path, x):  # .../query/kernel/value
+        layer = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-3]
+        return place(x, *along.get(layer, ()))
+
+    return jax.tree.map_with_path(placed, params)
+
+
 def validation_windows(data, config):
     """Returns `[windows, T + 1]` tokens spread evenly over the held-out files."""
     starts = np.linspace(0, data.size - config.length - 1, config.windows).astype(int)
@@ -227,7 +266,7 @@ def make_step(graph, optimizer):
 def make_evaluate(graph, windows, batch):
     """Returns `params -> loss` over all of `windows`."""
     loss = jax.jit(lambda params, windows: mean_loss(nnx.merge(graph, params), windows))
-    parts = np.split(windows, range(batch, len(windows), batch))
+    parts = [place(part, "data") for part in np.split(windows, range(batch, len(windows), batch))]
     shares = np.array([len(part) for part in parts]) / len(windows)
 
     def evaluate(params):
@@ -256,6 +295,7 @@ def restore(manager, state, config):
 def train(config, data, windows, folder):
     """Returns (graph, params, history) after `config.steps` steps, resuming what `folder` holds."""
     graph, params = nnx.split(GPT(config, nnx.Rngs(config.seed)))
+    params = place_parameters(params)
     optimizer = make_optimizer(config)
     step, evaluate = make_step(graph, optimizer), make_evaluate(graph, windows, config.batch)
     # Saving waits for the copy, because the next step overwrites the state.
@@ -266,7 +306,7 @@ def train(config, data, windows, folder):
         bar = tqdm(range(first, config.steps), config.attention, config.steps, initial=first)
         since = time.perf_counter()
         for i in bar:
-            state, loss = step(state, batch_at(data, config, i))
+            state, loss = step(state, place(batch_at(data, config, i), "data"))
             losses.append(loss)  # stays on the device, which runs ahead
             done = i + 1
             at_end = done == config.steps
@@ -334,12 +374,22 @@ def write_text(graph, params, config, prompt=b"\0import "):
     return re.sub(r"[^\n\t -~]", "?", text)  # an early model writes control characters, too
 
 
+def mesh_axes(text):
+    """Returns {name: size} of "data=4,tensor=2"."""
+    found = re.fullmatch(r"(data|tensor)=([1-9]\d*)(?:,(?!\1)(data|tensor)=([1-9]\d*))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form data=4,tensor=2")
+    pairs = zip(found.groups()[::2], found.groups()[1::2])
+    return {name: int(size) for name, size in pairs if name}
+
+
 def parse(argv):
     """Returns the command line as a namespace, with `config` built from preset and flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--attention", default="jflash", help="of jflash, xla, reference (dense)")
     parser.add_argument("--compare", action="store_true", help="is --attention jflash,reference")
+    parser.add_argument("--mesh", type=mesh_axes, default={}, help="such as data=4,tensor=2")
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the computation")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, data order and samples")
@@ -352,7 +402,11 @@ def parse(argv):
     args.out = args.out or Path("out/train_gpt", args.preset)
     given = {name: getattr(args, name) for name in ("steps", "dtype", "seed")}
     given = {name: value for name, value in given.items() if value is not None}
-    args.config = dataclasses.replace(PRESETS[args.preset], **given)
+    args.config = config = dataclasses.replace(PRESETS[args.preset], **given)
+    if config.heads % args.mesh.get("tensor", 1):
+        parser.error(f"--mesh: tensor must divide the {config.heads} heads")
+    if math.gcd(config.batch, config.windows) % args.mesh.get("data", 1):
+        parser.error(f"--mesh: data must divide the batch, {config.batch}, and the windows, {config.windows}")
     return args
 
 
@@ -371,8 +425,9 @@ def main(argv=None):
         folder = args.out / f"run-{attention}"
         if args.fresh:
             shutil.rmtree(folder, ignore_errors=True)
-        graph, params, histories[attention] = train(config, data, windows, folder)
-        texts.append(write_text(graph, params, config))
+        with make_mesh(args.mesh):
+            graph, params, histories[attention] = train(config, data, windows, folder)
+            texts.append(write_text(graph, params, config))
     plot(histories, bigram, args.out / "curve.png")
 
     print(f"\n{texts[0]}\n\nvalidation loss in nats per byte:")

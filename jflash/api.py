@@ -1,14 +1,16 @@
 """The functions users call: docstring, validate, choose, call."""
 
+import dataclasses
 import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from . import backends, flags, packing, rules, validate
+from . import backends, flags, packing, partitioning, rules, validate
 from .checks import as_array
 from .dropout import Dropout
 from .masks import Causal, Mask, Moved
@@ -328,7 +330,8 @@ def explain(
     """What `attention` of these arguments would run, how, and for each other implementation why not.
 
     Takes the arguments of `attention`, where q, k and v may be `jax.ShapeDtypeStruct`, and computes
-    nothing. Print the record, or read its fields.
+    nothing. Print the record, or read its fields. Of arrays over several devices it tells who computes
+    what; within `jit` this is known for explicit mesh axes only.
 
     >>> import jax.numpy as jnp, jflash
     >>> x = jnp.ones((1, 1024, 4, 64))
@@ -342,10 +345,13 @@ def explain(
     """
     arguments = DEFAULTS | dict(mask=mask) | kwargs
     record = []
+    shardings = [None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in (q, k, v)]
 
     def trace(q, k, v):
         problem, operands = validate.attention("explain", q, k, v, **arguments)
-        record.append(backends.explain(problem, operands, arguments["implementation"]))
+        explanation = backends.explain(problem, operands, arguments["implementation"])
+        sharding = partitioning.describe(operands, shardings)
+        record.append(dataclasses.replace(explanation, sharding=sharding))
 
     jax.eval_shape(trace, q, k, v)
     return record[0]

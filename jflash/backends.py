@@ -168,6 +168,7 @@ class Explanation:
     derivatives: str
     why_not: dict[str, str]
     problem: Problem
+    sharding: str = ""
 
     def __str__(self) -> str:
         p = self.problem
@@ -178,6 +179,7 @@ class Explanation:
             f"  schedule: {self.schedule}",
             f"  derivatives: {self.derivatives}",
         ]
+        lines += [f"  sharding: {self.sharding}"] if self.sharding else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.why_not.items()])
 
 

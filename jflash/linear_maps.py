@@ -12,6 +12,7 @@ A primitive rather than `jax.custom_jvp`, whose rule partial evaluation drops wi
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.compat import requires_devices
+
+from . import partitioning, sharding
 
 
 class Map:
@@ -27,6 +33,7 @@ class Map:
 
     residuals: int  # how many of the operands are residuals; they come first
     names: tuple[str, ...] = ()  # of the results, for policies of `jax.checkpoint`
+    interpret: bool = False  # whether Pallas interprets it
 
     def __repr__(self) -> str:  # short: it stands in every printed jaxpr
         return type(self).__name__
@@ -35,13 +42,17 @@ class Map:
         """The results."""
         raise NotImplementedError
 
-    def like(self, *operands) -> list:
-        """Those operands whose types the results have."""
-        raise NotImplementedError
+    def like(self, *operands) -> list | None:
+        """Those operands whose types the results have; None where these have types of their own."""
+        return None
 
     def types(self, *operands) -> list:
-        """The types of the results, nothing of them computed."""
-        return [jax.typeof(x) for x in self.like(*operands)]
+        """Those types, nothing computed."""
+        return [jax.typeof(x) for x in self.like(*operands) or ()]
+
+    def axis_names(self, *operands) -> tuple[list, list]:
+        """The names of the axes that devices may share out, of operands and results: see `sharding`."""
+        raise NotImplementedError
 
     def transpose(self, residuals: list, cotangents: list) -> list:
         """A cotangent for each linear operand, from those of the results; None where one is zero."""
@@ -52,25 +63,55 @@ class Map:
         raise NotImplementedError
 
 
-map_p = Primitive("jflash")
-map_p.multiple_results = True
+# One primitive twice: JAX passes the devices on to be lowered only for those that ask for it.
+map_p, shared_p = Primitive("jflash"), Primitive("jflash")
+requires_devices(shared_p)
+
+
+def _bind(operands, map, types, jaxpr):
+    explicit = sharding.explicit_mesh(operands) is not None
+    primitive = shared_p if partitioning.automatic() and not explicit else map_p
+    return primitive.bind(*operands, map=map, types=types, jaxpr=jaxpr)
 
 
 def linear(map: Map, *operands: Any) -> list:
     """The results of a map, traced and computed once they are asked for."""
-    return map_p.bind(*operands, map=map, types=tuple(map.types(*operands)), jaxpr=None)
+    return _bind(operands, map, tuple(map.types(*operands)), None)
 
 
 def value(map: Map, *operands: Any) -> list:
     """The results of a map, traced or computed now."""
-    if not any(isinstance(x, Tracer) for x in operands):
-        return map.apply(*operands)  # nobody transforms it
-    jaxpr = jax.make_jaxpr(map.apply)(*operands)
-    return map_p.bind(*operands, map=map, types=tuple(jaxpr.out_avals), jaxpr=jaxpr)
+    if not any(isinstance(x, Tracer) for x in operands):  # nobody transforms it
+        run = (
+            functools.partial(_among_devices, map) if partitioning.on_several_devices(operands) else map.apply
+        )
+        return run(*operands)
+    jaxpr = jax.make_jaxpr(functools.partial(_compute_now, map))(*operands)
+    return _bind(operands, map, tuple(jaxpr.out_avals), jaxpr)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _among_devices(map: Map, *operands: Any) -> list:
+    return value(map, *operands)
+
+
+def plain(map: Map, *operands: Any, local: Callable | None = None) -> list:
+    """The results of a map as JAX itself differentiates it.
+
+    Of operands whose types are sharded each device has a part, and `local`, by default the map, is of those.
+    """
+    if sharding.explicit_mesh(operands) is None:
+        return map.apply(*operands)
+    named, like = map.axis_names(*operands), map.like(*operands)
+    return sharding.over_explicit_axes(local or map.apply, named, operands, like, map.interpret)
+
+
+def _compute_now(map: Map, *operands: Any) -> list:
+    return plain(map, *operands, local=functools.partial(value, map))  # other axes may be automatic
 
 
 def _jvp(operands, tangents, *, map, types, jaxpr):
-    results = map_p.bind(*operands, map=map, types=types, jaxpr=jaxpr)
+    results = _bind(operands, map, types, jaxpr)
     if map.names:
         results = [checkpoint_name(x, name) for x, name in zip(results, map.names)]
     given = [None if isinstance(t, ad.Zero) else t for t in tangents]
@@ -107,6 +148,10 @@ class _Batched(Map):
     def names(self):
         return self.map.names
 
+    @property
+    def interpret(self):
+        return self.map.interpret
+
     def apply(self, *operands):
         return self._vmap(self.map.apply, self.axes)(*operands)
 
@@ -115,6 +160,19 @@ class _Batched(Map):
 
     def types(self, *operands):
         return jax.make_jaxpr(self.like)(*operands).out_avals
+
+    def axis_names(self, *operands):
+        own, mapped = f"v{self._depth}", zip(operands, self.axes)
+        one = lambda x, n: jax.ShapeDtypeStruct(
+            x.shape if n is None else (*x.shape[:n], *x.shape[n + 1 :]), x.dtype
+        )
+        of_operands, of_results = self.map.axis_names(*(one(x, n) for x, n in mapped))
+        put = lambda x, n: x if n is None else PartitionSpec(*x[:n], own, *x[n:])
+        return [put(x, n) for x, n in zip(of_operands, self.axes)], [put(x, 0) for x in of_results]
+
+    @property
+    def _depth(self):
+        return self.map._depth + 1 if isinstance(self.map, _Batched) else 0
 
     def transpose(self, residuals, cotangents):
         of_residuals, of_arguments = self._split()
@@ -137,10 +195,9 @@ class _Batched(Map):
 
 def _batch(axis, operands, axes, *, map, types, jaxpr):
     if all(n is None for n in axes):
-        return map_p.bind(*operands, map=map, types=types, jaxpr=jaxpr), [None] * len(types)
-    names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name or axis.explicit_mesh_axis)
-    over = (("axis_size", axis.size), *names.items())
-    batched = _Batched(map, tuple(axes), over)
+        return _bind(operands, map, types, jaxpr), [None] * len(types)
+    names = dict(axis_name=axis.name, spmd_axis_name=axis.spmd_name)
+    batched = _Batched(map, tuple(axes), tuple(names.items()))
     results = (linear if jaxpr is None else value)(batched, *operands)
     return results, [0] * len(results)
 
@@ -151,14 +208,34 @@ def _compute(*operands, map, types, jaxpr):
     # A program may be lowered where x64 is off again.
     wide = any(x.dtype.itemsize == 8 for x in operands)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        return map.apply(*operands)
+        return _compute_now(map, *operands)
 
 
-map_p.def_impl(_compute)
-# JAX 0.12 lowers types of its own (`hijax`) by tracing anew; what is traced already may hold them.
-map_p.to_lojax = _compute
-map_p.def_abstract_eval(lambda *_, map, types, jaxpr: list(types))
+def _run(*operands, map, types, jaxpr):
+    if partitioning.on_several_devices(operands):
+        return _among_devices(map, *operands)
+    return _compute(*operands, map=map, types=types, jaxpr=jaxpr)
+
+
+def _lower(context, *values, map, types, jaxpr):
+    compute = functools.partial(_compute, map=map, types=types, jaxpr=jaxpr)
+    mesh = partitioning.automatic_mesh(context)
+    if mesh is not None:
+        operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in context.avals_in]
+        local = functools.partial(_compute, map=map, types=types, jaxpr=None)
+        shapes = [x.shape for x in operands]
+        compute = partitioning.partitioned(compute, local, map.axis_names(*operands), shapes, mesh)
+    return mlir.lower_fun(compute, multiple_results=True)(context, *values)
+
+
+for primitive in (map_p, shared_p):
+    primitive.multiple_results = True
+    primitive.def_impl(_run)
+    # JAX 0.12 lowers types of its own (`hijax`) by tracing anew; what is traced already may hold them.
+    primitive.to_lojax = _compute
+    primitive.def_abstract_eval(lambda *_, map, types, jaxpr: list(types))
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    batching.fancy_primitive_batchers[primitive] = _batch
 mlir.register_lowering(map_p, mlir.lower_fun(_compute, multiple_results=True))
-ad.primitive_jvps[map_p] = _jvp
-ad.primitive_transposes[map_p] = _transpose
-batching.fancy_primitive_batchers[map_p] = _batch
+mlir.register_lowering(shared_p, _lower)

@@ -50,24 +50,12 @@ def attend(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if 0 in (*problem.batch, problem.T, problem.t, problem.H):  # no pairs: every row is empty
         out = jnp.zeros((*operands.q.shape[:-1], problem.d), problem.dtype)
         return out, jnp.full((*problem.batch, problem.H, problem.T), -jnp.inf, problem.accumulator)
-    over = _attend_locally if sharding.explicit_mesh(operands) is None else _attend_over_mesh
-    return over(call, operands)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # one program, also where the caller has none
-def _attend_over_mesh(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    return sharding.over_explicit_axes(call.problem, operands, functools.partial(_attend_locally, call))
-
-
-def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     # A replicated operand beside sharded ones is cast out here, so that the transpose of the cast sums
     # its gradient over the devices.
-    operands = sharding.vary_alike(operands)
-    if call.implementation.backward is None:
-        problem = call.problem.of(operands)
-        return call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
+    operands = sharding.vary_alike(sharding.with_enough_heads(operands))
     leaves, tree = jax.tree.flatten(operands)
-    out, lse = linear_maps.value(_Attention(call, tree), *leaves)
+    run = linear_maps.plain if call.implementation.backward is None else linear_maps.value
+    out, lse = run(_Attention(call, tree), *leaves)
     return out, lse
 
 
@@ -75,7 +63,7 @@ def _attend_locally(call: Call, operands: Operands) -> tuple[jax.Array, jax.Arra
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     problem = call.problem.of(operands)
     out, lse = call.implementation.forward(problem, operands, call.config, _plan(problem, operands))
-    if operands.sinks is not None:
+    if operands.sinks is not None and call.implementation.backward is not None:
         out = _times(out, _sink_weight(operands, lse))
     return out, lse
 
@@ -182,10 +170,18 @@ def _gradients_along(call: Call, places, point: _Point, u: tuple, f: dict):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Attention(linear_maps.Map):
+class _OfCall(linear_maps.Map):
+    call: Call
+
+    @property
+    def interpret(self):
+        return self.call.problem.interpret
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Attention(_OfCall):
     """(out, lse) at the operands, flat, for `linear_maps`."""
 
-    call: Call
     tree: Any  # of the operands
     names = CHECKPOINT_NAMES
 
@@ -196,6 +192,10 @@ class _Attention(linear_maps.Map):
     def apply(self, *operands):
         return list(_forward(self.call, jax.tree.unflatten(self.tree, operands)))
 
+    def axis_names(self, *operands):
+        named = sharding.axis_names(jax.tree.unflatten(self.tree, operands))
+        return named, [*sharding.result_names(named[0])]
+
     def derivative(self, residuals, arguments, results, tangents):
         point = _Point(jax.tree.unflatten(self.tree, residuals), *results)
         e = _directions(point.operands, tangents)
@@ -203,11 +203,10 @@ class _Attention(linear_maps.Map):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Map(linear_maps.Map):
+class _Map(_OfCall):
     """One of the four at (residuals, argument), flat, for `linear_maps`."""
 
     rule: Callable
-    call: Call
     places: tuple[int, ...]
     tree: Any  # of (residuals, argument)
     residuals: int
@@ -219,6 +218,18 @@ class _Map(linear_maps.Map):
     def like(self, *operands):
         (point, *_), _ = jax.tree.unflatten(self.tree, operands)
         return [operands[n] for n in self.places] or [point.out, point.lse]
+
+    def axis_names(self, *operands):
+        (point, *given), argument = jax.tree.unflatten(self.tree, operands)
+        leaves = sharding.axis_names(point.operands)
+        results = sharding.result_names(leaves[0])
+        named = [*leaves, *results]
+        for part in (*given, argument):
+            if isinstance(part, dict):
+                named += [leaves[n] for n in sorted(part)]
+            else:
+                named += [x for x, y in zip(results, part) if y is not None]
+        return named, self.like(*named)
 
     def transpose(self, residuals, cotangents):
         (point, *given), argument = self._structure(residuals)
@@ -240,7 +251,7 @@ class _Map(linear_maps.Map):
             return _linear(SECOND[self.rule], self.call, (point, argument), f, self.places) if f else None
         moving = {n: t for n, t in enumerate(tangents) if t is not None}
         put = lambda x: [x.get(n, y) for n, y in enumerate(residuals)]
-        moved = lambda x: self.apply(*put(x), *arguments)
+        moved = lambda x: linear_maps.plain(self, *put(x), *arguments)
         return jax.jvp(moved, ({n: residuals[n] for n in moving},), (moving,))[1]
 
     def _structure(self, residuals):
@@ -253,7 +264,7 @@ SECOND = {_tangent: _tangent_along, _gradients: _gradients_along}  # the derivat
 
 def _map(rule: Callable, call: Call, residuals: tuple, argument: Any, places: tuple = ()) -> tuple:
     operands, tree = jax.tree.flatten((residuals, argument))
-    return _Map(rule, call, places, tree, len(jax.tree.leaves(residuals))), *operands
+    return _Map(call, rule, places, tree, len(jax.tree.leaves(residuals))), *operands
 
 
 def _linear(*args, **kw) -> list:

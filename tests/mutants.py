@@ -173,6 +173,20 @@ MUTANTS = [
         "jnp.arange(T)[None] + 0 * (m - n)[:, None]",
         "test_flash_attn_varlen.py::test_the_numbers_of_pytorch[slopes of sequences]",
     ),
+    (
+        "a sum over devices dropped",
+        "jflash/sharding.py",
+        "return lax.psum(wide, axes).astype(x.dtype)",
+        "return x",
+        "test_sharding.py::test_the_gradient_of_a_replicated_operand_is_one_sum[automatic]",
+    ),
+    (
+        "parts of a group beside whole groups",
+        "jflash/sharding.py",
+        'axes[: len(of_h)] == of_h and parts(of_h) == of_names["h"]',
+        "axes[: len(of_h)] == of_h",
+        "test_sharding.py::test_parts_of_groups_need_whole_heads",
+    ),
 ]
 
 

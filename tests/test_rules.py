@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import jflash
-from jflash import Causal, Dropout
+from jflash import Causal, Dropout, interpret
 from jflash import attention_with_lse as attend
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -63,10 +64,11 @@ def axes(x, names):
     return {name: 0 if name in names else None for name in x}
 
 
-def assert_vmap_is_a_loop(x, names):
+def assert_vmap_is_a_loop(x, names, call=attention):
     xs, W = stacked(x, names), cotangents(x)
-    got = jax.jit(jax.vmap(answer, in_axes=(axes(x, names), None)))(xs, W)
-    loop = [answer_jit(entry(xs, names, i), W) for i in range(3)]
+    each = functools.partial(answer, call=call)
+    got = jax.jit(jax.vmap(each, in_axes=(axes(x, names), None)))(xs, W)
+    loop = [answer_jit(entry(xs, names, i), W, call=call) for i in range(3)]
     assert_same(got, jax.tree.map(lambda *y: jnp.stack(y), *loop))
     out = got[0][0]
     assert not np.allclose(out[0], out[1]) and not np.allclose(out[1], out[2])
@@ -93,6 +95,45 @@ def test_vmap_of_extras(subset):
 def test_vmap_of_dropout(subset):
     """Without a key among the mapped, every entry draws the same bits, as in the loop."""
     assert_vmap_is_a_loop(operands("key"), subset.split())
+
+
+by_triton = functools.partial(attention, implementation="triton")
+
+
+@pytest.mark.parametrize("subset", ["q", "ids", "k bias", "q k v bias ids"])
+def test_vmap_of_a_kernel(subset):
+    with interpret():
+        assert_vmap_is_a_loop(operands(*FIRST), subset.split(), by_triton)
+
+
+@pytest.mark.parametrize("subset", ["scale slopes", "q left"])
+def test_vmap_of_a_kernel_over_extras(subset):
+    with interpret():
+        assert_vmap_is_a_loop(operands(*SECOND), subset.split(), by_triton)
+
+
+def test_vmap_starts_each_kernel_once():
+    """The mapped axis is one more of their grids, not a loop around them."""
+
+    def kernels(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                yield math.prod(eqn.params["grid_mapping"].grid)
+                continue
+            for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda y: hasattr(y, "eqns")):
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    assert eqn.primitive.name not in ("scan", "while"), eqn
+                    yield from kernels(inner)
+
+    x = operands(*FIRST)
+    W, each = cotangents(x), functools.partial(answer, call=by_triton)
+    for names in (["q"], ["k", "bias"], list(x)):
+        with interpret():
+            one = jax.make_jaxpr(each)(x, W).jaxpr
+            all_three = jax.make_jaxpr(jax.vmap(each, (axes(x, names), None)))(stacked(x, names), W).jaxpr
+        assert len(list(kernels(one))) == 4  # forward; dk and dv, dq, the gradient of bias
+        assert list(kernels(all_three)) == [3 * n for n in kernels(one)]
 
 
 def test_vmap_of_loops_over_listed_blocks(tiny_blocks):

@@ -114,6 +114,56 @@ def test_two_kills_and_resumes_are_bitwise_the_uninterrupted_run(uninterrupted, 
     assert steps == list(range(10, 20))
 
 
+def test_a_mesh_changes_no_loss(uninterrupted, tmp_path):
+    history = run(tmp_path, "--mesh", "data=4,tensor=2")["jflash"]
+    one_device = uninterrupted[0]
+    np.testing.assert_allclose(history["train"], one_device["train"], atol=2e-4)
+    np.testing.assert_allclose(history["valid"], one_device["valid"], atol=2e-4)
+    assert len(set(history["train"])) == 20
+
+
+def test_the_state_lies_on_the_mesh():
+    """Also after a step, so that nothing is compiled twice or held by each device."""
+    config = train_gpt.Config(**MICRO)
+    with train_gpt.make_mesh(dict(data=4, tensor=2)):
+        graph, params = nnx.split(train_gpt.GPT(config, nnx.Rngs(0)))
+        params = train_gpt.place_parameters(params)
+        optimizer = train_gpt.make_optimizer(config)
+        state = params, optimizer.init(params)
+        step = train_gpt.make_step(graph, optimizer)
+        windows = train_gpt.windows_at(np.arange(100, dtype=np.uint8), np.arange(4), 16)
+        for _ in range(2):
+            state, _ = step(state, train_gpt.place(windows, "data"))
+    named = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)}
+    shared = {name for name, x in named.items() if not x.sharding.is_fully_replicated}
+    kernels = {name for name in named if "kernel" in name}
+    assert shared == kernels and len(kernels) == 3 * 6  # parameters and both moments
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--mesh", "data=4,model=2"], "'data=4,model=2' is not of the form data=4,tensor=2"),
+        (["--mesh", "data=2,data=2"], "is not of the form"),
+        (["--mesh", "tensor=3"], "tensor must divide the 2 heads"),
+        (["--mesh", "data=3"], "data must divide the batch, 4, and the windows, 8"),
+    ],
+)
+def test_mesh_flag_refuses(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        train_gpt.parse(["--preset", "micro", *flags])
+    assert words in capsys.readouterr().err
+
+
+def test_mesh_flag():
+    parse = lambda text: train_gpt.parse(["--mesh", text]).mesh
+    assert parse("data=4,tensor=2") == parse("tensor=2,data=4") == dict(data=4, tensor=2)
+    assert parse("tensor=2") == dict(tensor=2) and train_gpt.parse([]).mesh == {}
+    with pytest.raises(SystemExit, match="needs 16 devices; there are 8.* JAX_NUM_CPU_DEVICES=16"):
+        train_gpt.make_mesh(dict(data=16))
+
+
 def test_other_settings_do_not_resume(uninterrupted):
     _, out = uninterrupted
     with pytest.raises(SystemExit, match=r"holds a run with steps=20\. .* Pass --fresh"):
