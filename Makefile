@@ -42,7 +42,9 @@ test-old: .venv-old/installed
 test-aot: .venv-aot/installed .venv-aot-old/installed
 	mkdir -p out
 	.venv-aot/bin/python tests/aot/compile.py --table out/aot.md $(ARGS)
+	.venv-aot/bin/python tests/aot/mosaic.py $(ARGS)
 	.venv-aot-old/bin/python tests/aot/compile.py --brief $(ARGS)
+	.venv-aot-old/bin/python tests/aot/mosaic.py --calls 'D 128, bfloat16, segments' $(ARGS)
 
 test-mutants: .venv/installed-test
 	.venv/bin/python tests/mutants.py $(ARGS)

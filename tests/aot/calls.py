@@ -77,26 +77,26 @@ CALLS = [
 # For a second version of JAX, whose kernels are the same ones: the plainest and the richest calls.
 BRIEF = [call for call in CALLS if call.dtype == jnp.bfloat16 and call.name in ("causal", "everything")]
 
-# The Hopper kernels have tiles by length, too.
+# The Hopper kernels have tiles by length, too; theirs are the heads up to 128 channels, backward.
+LONG = dict(T=16384)
 HOPPER = [
-    Call(name, D, T=T, implementation="mosaic", **more)
-    for name, more in (
-        ("full", dict(causal=False)),
-        ("causal", dict()),
-        ("window", dict(window=1024)),
-        ("segments", dict(segments=True, h=1)),
+    Call(name, D, implementation="mosaic", **more)
+    for name, D, more in (
+        ("full", 64, LONG | dict(causal=False)),
+        ("causal", 64, dict(T=1024)),
+        ("causal", 64, LONG),
+        ("full", 128, LONG | dict(causal=False)),
+        ("causal", 128, LONG),
+        ("window", 128, UNEVEN | dict(window=1024)),
+        ("segments", 64, FEATURES["segments"]),
+        ("segments", 128, FEATURES["segments"]),
+        ("dropout", 128, FEATURES["dropout"]),
+        ("score_mod", 64, FEATURES["score_mod"]),
+        ("everything", 128, FEATURES["everything"]),
+        ("causal", 256, LONG),
+        ("causal, float16", 128, dict(dtype=jnp.float16)),
+        ("causal", 96, dict()),
     )
-    for D in (64, 128, 256)
-    for T in ((1024, 16384) if name in ("full", "causal") else (8111,))
-]
-HOPPER += [
-    Call(name, D, implementation="mosaic", **FEATURES[name])
-    for name in ("dropout", "score_mod", "bias", "everything")
-    for D in (64, 128)
-]
-HOPPER += [
-    Call("causal", 128, jnp.float16, implementation="mosaic"),
-    Call("causal", 96, implementation="mosaic"),
 ]
 
 
