@@ -20,6 +20,9 @@ prototype, which knew causal masks only:
   the mask in the scores' starting value                            1.00  1.00              0.90  0.95
   "defer": dQ one step late, so that warpgroups drift apart           -     -               0.95  0.97
 
+Here dS is formed from P in 16 bits, as dV is, which spares the registers of P in float32 (D64 spilled), and
+the mask is a branch in the one loop (two loops, for masked blocks and for full ones, spilled). Not measured.
+
 At B8 T2048 H16 D128 1.01 and 0.97: the passes around the kernel (delta, zeros, rounding) are a fifth of it.
 No gain: dK from shared memory (-4%), left in flight over the loop's edge (-4%), S^T and dP^T a step early
 (-15%), dV before dP^T is awaited (0 to -9%), "defer" at D128 (-5%), dV, dK, dQ in this order (-4%).
@@ -45,8 +48,8 @@ from .operands import channels, flat, launch, prepared, tools, unravel, with_sca
 
 L2 = 40 << 20  # bytes of queries, cotangents and sums of dQ that are expected to stay in L2
 WIDEST = 128  # channels of a head
-# Named barriers: of all consumers; of a warpgroup's part of dS, two slots each; of its part of dQ.
-MEET, PEER, DQ_FULL, DQ_FREE = 4, 5, 9, 12
+# Named barriers: of a warpgroup's part of dS, two slots each; of its part of dQ; of all consumers.
+PEER, DQ_FULL, DQ_FREE, MEET = 5, 9, 12, 15
 
 
 def backward(

@@ -37,6 +37,11 @@ class Backward:
     do_stages: int = 2
     mode: str = "step"  # the warpgroups meet once a step; "defer": each may run a step ahead
 
+    def __post_init__(self):
+        pair = self.block_q == 128 or self.mode == "defer"  # these are made for two warpgroups
+        if self.block_q not in (64, 128) or self.block_k not in ((128,) if pair else (64, 128, 192)):
+            raise ValueError(f"no such tiles: {self}")
+
     @property
     def warpgroups(self) -> int:
         return self.block_k // 64
@@ -123,8 +128,12 @@ def default_config(problem: Problem) -> Config:
 
 def candidates(problem: Problem) -> list[Config]:
     """The default, then others. Some do not compile, or spill."""
-    tried = [default_config(problem)]
+    default = default_config(problem)
+    tried = [default]
     for warpgroups, block_k, stages in itertools.product((2, 3), (64, 80, 96, 128, 160, 176), (2, 3, 4)):
         for persistent in (False, True):
-            tried.append(Config(Forward(warpgroups, block_k, stages, persistent=persistent)))
+            forward = Forward(warpgroups, block_k, stages, persistent=persistent)
+            tried.append(dataclasses.replace(default, forward=forward))
+    for block_q, mode in itertools.product((64, 128), ("step", "defer")):
+        tried.append(dataclasses.replace(default, backward=Backward(block_q, mode=mode)))
     return list(dict.fromkeys(tried))
