@@ -340,6 +340,7 @@ def explain(
       config:   Config(block_q=512, block_k=512, scores=2097152)
       schedule: empty blocks are skipped, by arithmetic on the block's index
       derivatives: gradient by xla, forward mode and second order by xla
+      not mosaic: it runs on cuda, and this is for cpu
       not triton: it runs on cuda and rocm, or slowly within jflash.interpret(), and this is for cpu
       not reference: dense, T·t memory: never chosen by itself; ask for it by implementation='reference'
     """

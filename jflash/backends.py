@@ -33,14 +33,18 @@ class Row:
     automatic: bool
     summary: str
     platforms: tuple[str, ...] = ()  # where it runs, if not everywhere; elsewhere it is not even loaded
+    interprets: bool = True  # whether it also runs within `interpret()`
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
     def unsupported(self, problem: Problem) -> str | None:
+        if problem.interpret and not self.interprets:
+            return "it does not run within jflash.interpret()"
         if self.platforms and problem.platform not in self.platforms and not problem.interpret:
-            where = f"it runs on {' and '.join(self.platforms)}, or slowly within jflash.interpret()"
-            return f"{where}, and this is for {problem.platform}"
+            where = f"it runs on {' and '.join(self.platforms)}"
+            slowly = ", or slowly within jflash.interpret()" if self.interprets else ""
+            return f"{where}{slowly}, and this is for {problem.platform}"
         return self.load().unsupported(problem)
 
 
@@ -51,6 +55,8 @@ TABLE = (
         True,
         "Pallas kernels for NVIDIA Hopper, linear memory",
         ("cuda",),
+        # Pallas's interpreter of them needs ordered callbacks, which attention, a primitive, cannot hold.
+        interprets=False,
     ),
     Row(
         "triton",

@@ -99,10 +99,6 @@ BACKWARD_DATA = {64: Backward(64), 128: Backward(64), 256: Backward()}
 
 
 def unsupported(problem: Problem) -> str | None:
-    if problem.interpret:
-        return (
-            "Pallas interprets such kernels by ordered callbacks, which attention, a primitive, cannot hold"
-        )
     if problem.architecture != "sm_90":
         return (
             f"its instructions are those of Hopper (sm_90), and this is {problem.architecture or 'not known'}"
