@@ -29,10 +29,10 @@ stages, P: persistent; T 16384 and 2048 channels in all heads unless said; cuDNN
 | 2 x 192 x 2 | 0.94 | 0.95 | | | | |
 
 D 128, 8 x 2048: 2 x 128 x 2 P 1.05 causal, 1.10 full, not persistent 0.93 and 1.02. Grouped heads 32/8, T
-8192: 1.10. Windows of 1024 and 4096 at T 16384: 2 x 128 x 2 P 1.07 and 1.06, 2 x 160 x 2 0.84 and 1.00. Short rows,
-B·T 16384: 1.01 to 1.25, not persistent 0.80 to 1.10. Turns at D 256: -2%. No turns elsewhere, a running
-maximum, polynomial exponentials, multicast of keys, a third stage: see the prototype's figures (-9 to -16%,
--10%, 0 to -4%, 0, 0).
+8192: 1.10. Windows of 1024 and 4096 at T 16384: 2 x 128 x 2 P 1.07 and 1.06, 2 x 160 x 2 0.84 and 1.00. Short
+rows, B·T 16384: 1.01 to 1.25, not persistent 0.80 to 1.10. Turns at D 256: -2%. No turns elsewhere, a running
+maximum, polynomial exponentials, multicast of keys, a third stage: of the prototype, -9 to -16%, -10%, 0 to
+-4%, 0, 0.
 """
 
 import functools
