@@ -139,6 +139,7 @@ GRADIENTS = {
     "causal, ragged, grouped": ((150, 200, 64), Causal(), {}),
     "window": ((200, 200, 64), Window(50, 10), {}),
     "packed": ((200, 200, 64), Segments(IDS) & Causal(), {}),
+    "packed, D 128": ((200, 200, 128), Segments(IDS) & Causal(), {}),
     "keys that nobody sees": ((130, 200, 40), Prefix(50), {}),
     "lists": ((130, 200, 64), Dense(SEEN), {}),
     "scores, dropout": (
@@ -158,6 +159,10 @@ def test_backward(name, tiles):
 @pytest.mark.parametrize("name", ["full", "window", "keys that nobody sees", "lists", "scores, dropout"])
 def test_backward_with(name):
     gradients_are_right(name, STEP)
+
+
+def test_backward_of_wide_heads():
+    gradients_are_right("packed, D 128", Backward(64, mode="defer"))
 
 
 def gradients_are_right(name, tiles):

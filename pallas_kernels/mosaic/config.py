@@ -96,6 +96,8 @@ DROPOUT = TABLE["scores"]
 # Of the backward kernel, which knows no larger heads: plain scores with masks that compute; all else.
 BACKWARD = {64: Backward(128, mode="defer"), 128: Backward(64), 256: Backward()}
 BACKWARD_DATA = {64: Backward(64), 128: Backward(64), 256: Backward()}
+# To step through the heads of a group takes registers: in "step" ptxas would serialise the products.
+BACKWARD_GROUPED = BACKWARD_DATA | {128: Backward(64, mode="defer")}
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -119,7 +121,8 @@ def default_config(problem: Problem) -> Config:
     fitting = lambda table: table[next(size for size in table if max(problem.D, problem.d) <= size)]
     by_length = fitting(DROPOUT if problem.dropout_rate else TABLE[problem.features])
     forward = by_length[next(limit for limit in by_length if problem.t <= limit)]
-    return Config(forward, fitting(BACKWARD_DATA if problem.features in ("data", "scores") else BACKWARD))
+    with_data = BACKWARD_DATA if problem.group == 1 else BACKWARD_GROUPED
+    return Config(forward, fitting(with_data if problem.features in ("data", "scores") else BACKWARD))
 
 
 def candidates(problem: Problem) -> list[Config]:
