@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +97,12 @@ def batch_index(problem: Problem, operands: Operands) -> jax.Array:
 def head_index(problem: Problem, operands: Operands) -> jax.Array:
     """int32 [H]: the index of each query head."""
     return jnp.arange(problem.H, dtype=jnp.int32) if operands.h is None else operands.h
+
+
+def unravel(n: Any, sizes: tuple) -> tuple:
+    """The index of the n-th element, row-major, along axes of these sizes."""
+    index = []
+    for size in reversed(sizes):
+        index.append(lax.rem(n, jnp.int32(size)) if size != 1 else 0)
+        n = lax.div(n, jnp.int32(size)) if size != 1 else n
+    return tuple(reversed(index))

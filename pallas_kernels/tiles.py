@@ -236,3 +236,9 @@ def _coordinates(problem: Problem, operands: Operands, place: Place, side: str, 
     if positions is not None:
         return row, value(positions, side, place, tools)
     return row, row + (problem.t - problem.T if side == "q" else 0)
+
+
+def with_scalars(schedule: Any) -> Any:
+    """The schedule with its mask's scalars, such as a window's bounds, loaded."""
+    mask = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
+    return dataclasses.replace(schedule, mask=mask)

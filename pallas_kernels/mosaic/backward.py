@@ -40,11 +40,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import extras, tiles
-from ..problem import Operands, Problem
-from ..tiles import LOG2E, Place, Span
+from ..problem import Operands, Problem, unravel
+from ..tiles import LOG2E, Place, Span, with_scalars
 from . import below
 from .config import Config
-from .operands import channels, flat, launch, prepared, tools, unravel, with_scalars
+from .operands import channels, flat, launch, prepared, tools
 
 L2 = 40 << 20  # bytes of queries, cotangents and sums of dQ that are expected to stay in L2
 WIDEST = 128  # channels of a head

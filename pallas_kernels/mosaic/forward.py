@@ -49,11 +49,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import extras, tiles
-from ..problem import Operands, Problem
-from ..tiles import LOG2E, Place, Span
+from ..problem import Operands, Problem, unravel
+from ..tiles import LOG2E, Place, Span, with_scalars
 from . import below
 from .config import Config
-from .operands import channels, launch, prepared, tools, unravel, with_scalars
+from .operands import channels, launch, prepared, tools
 
 MULTIPROCESSORS = 132  # of an H100 or H200; persistent kernels start as many blocks
 L2 = 32 << 20  # bytes of keys and values that are expected to stay in L2 while their tiles run

@@ -111,21 +111,6 @@ def tools(rows: int, columns: int) -> Tools:
     return Tools(load, along, of_rows)
 
 
-def unravel(n: Any, sizes: tuple) -> tuple:
-    """The index of the n-th element, row-major, along axes of these sizes."""
-    index = []
-    for size in reversed(sizes):
-        index.append(lax.rem(n, jnp.int32(size)) if size != 1 else 0)
-        n = lax.div(n, jnp.int32(size)) if size != 1 else n
-    return tuple(reversed(index))
-
-
-def with_scalars(schedule: Any) -> Any:
-    """The schedule with its mask's scalars, such as a window's bounds, loaded."""
-    mask = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
-    return dataclasses.replace(schedule, mask=mask)
-
-
 def launch(
     kernel: Callable,
     problem: Problem,

@@ -19,10 +19,10 @@ from jax import lax
 from .. import extras as extra
 from .. import tiles
 from ..extras import Extra
-from ..problem import Operands, Problem
-from ..tiles import Place, Span, Tile
+from ..problem import Operands, Problem, unravel
+from ..tiles import Place, Span, Tile, with_scalars
 from .config import Block, Config
-from .launch import launch, over_visits, unravel, visits_of, with_scalars
+from .launch import launch, over_visits, visits_of
 from .ops import TOOLS, channels, dot, exp2, load, seen, store
 
 

@@ -31,10 +31,10 @@ from jax import lax
 
 from .. import extras as extra
 from .. import tiles
-from ..problem import Operands, Problem
+from ..problem import Operands, Problem, unravel
 from ..tiles import Place, Span
 from .config import Config
-from .launch import launch, over_visits, unravel, visits_of
+from .launch import launch, over_visits, visits_of
 from .ops import TOOLS, channels, dot, exp2, load, seen, store
 
 

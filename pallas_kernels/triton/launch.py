@@ -1,6 +1,5 @@
 """How the kernels are started: operands as references, one axis of programs."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from ..problem import Problem
+from ..tiles import with_scalars
 from .config import Block
 
 NARROW = 2**31  # elements: what offsets of 32 bits reach
@@ -63,21 +63,6 @@ def _addressable(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 1 and NARROW < x.size <= 2 * NARROW:
         return x.astype(jnp.int16)
     return x
-
-
-def unravel(n: Any, sizes: tuple) -> tuple:
-    """The index of the n-th element, row-major, along axes of these sizes."""
-    index = []
-    for size in reversed(sizes):
-        index.append(lax.rem(n, jnp.int32(size)) if size != 1 else 0)
-        n = lax.div(n, jnp.int32(size)) if size != 1 else n
-    return tuple(reversed(index))
-
-
-def with_scalars(schedule: Any) -> Any:
-    """The schedule with its mask's scalars, such as a window's bounds, loaded."""
-    mask = schedule.mask and schedule.mask.map(scalar=lambda ref: ref[0])
-    return dataclasses.replace(schedule, mask=mask)
 
 
 def visits_of(schedule: Any, i: Any, entry: tuple) -> Any:
