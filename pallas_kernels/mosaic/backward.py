@@ -44,7 +44,7 @@ from ..problem import Operands, Problem, unravel
 from ..tiles import LOG2E, Place, Span, with_scalars
 from . import below
 from .config import Config
-from .operands import channels, flat, launch, prepared, tools
+from .operands import channels, flat, in_sections, launch, prepared, tools
 
 L2 = 40 << 20  # bytes of queries, cotangents and sums of dQ that are expected to stay in L2
 WIDEST = 128  # channels of a head
@@ -149,20 +149,6 @@ def _dq_columns(cfg: Any, D: int) -> int:
     return D // 2 if _dq_part(cfg, D) == "channels" else D
 
 
-def _started(section: int, pairs: int, outer: int, n: Any) -> tuple:
-    """(batch entry and key head as one number, block of keys) of the n-th block of threads.
-
-    A section of heads, which L2 holds, comes together; under a causal mask the first blocks of keys have the
-    most to do and come first.
-    """
-    each = section * outer
-    at, inner = lax.div(n, jnp.int32(each)), lax.rem(n, jnp.int32(each))
-    width = jnp.int32(section)
-    if pairs % section:
-        width = jnp.where(at < pairs // section, width, jnp.int32(pairs % section))
-    return at * section + lax.rem(inner, width), lax.div(inner, width)
-
-
 def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs: dict, **shared: Any) -> None:
     refs, do_ref, lse_ref, delta_ref, schedule = arguments
     schedule = with_scalars(schedule)
@@ -172,7 +158,8 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
     T, t, D = problem.T, problem.t, channels(problem.D)
     warpgroup = lax.axis_index("warpgroup")
     pairs = math.prod(problem.batch) * problem.h
-    pair, i = _started(section, pairs, schedule.outer, lax.axis_index("block"))
+    # Under a causal mask the first blocks of keys have the most to do and come first.
+    pair, i = in_sections(lax.axis_index("block"), pairs, section, schedule.outer)
     b, kv_head = lax.div(pair, jnp.int32(problem.h)), lax.rem(pair, jnp.int32(problem.h))
     entry, k0 = unravel(b, problem.batch), i * bk
     plain = extras.is_plain(problem, extras.fields(refs))

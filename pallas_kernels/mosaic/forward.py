@@ -53,7 +53,7 @@ from ..problem import Operands, Problem, unravel
 from ..tiles import LOG2E, Place, Span, with_scalars
 from . import below
 from .config import Config
-from .operands import channels, launch, prepared, tools
+from .operands import channels, in_sections, launch, prepared, tools
 
 MULTIPROCESSORS = 132  # of an H100 or H200; persistent kernels start as many blocks
 L2 = 32 << 20  # bytes of keys and values that are expected to stay in L2 while their tiles run
@@ -148,13 +148,8 @@ class _Order:
 
     def started(self, n: Any) -> tuple:
         """(batch entry and head as one number, block of queries) of the n-th block of threads."""
-        each = self.section * self.tiles
-        section, inner = lax.div(n, jnp.int32(each)), lax.rem(n, jnp.int32(each))
-        width = jnp.int32(self.section)
-        if self.pairs % self.section:
-            whole = section < self.pairs // self.section
-            width = jnp.where(whole, width, jnp.int32(self.pairs % self.section))
-        return section * self.section + lax.rem(inner, width), self.tiles - 1 - lax.div(inner, width)
+        pair, i = in_sections(n, self.pairs, self.section, self.tiles)
+        return pair, self.tiles - 1 - i
 
 
 def _work(schedule: Any) -> list[int]:

@@ -73,8 +73,7 @@ def _padded(x: jax.Array, axis: int, multiple: int, always: bool = False) -> jax
 
 
 def _readable(x: jax.Array) -> jax.Array:
-    """Scalars as [1]; booleans, which registers cannot be loaded with, as uint8 (see `load`)."""
-    x = x.reshape(1) if x.ndim == 0 else x
+    """Booleans, which registers cannot be loaded with, as uint8 (see `tools`)."""
     if x.dtype in (jnp.uint8, jnp.int8):
         return x.astype(jnp.int16)
     return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
@@ -109,6 +108,21 @@ def tools(rows: int, columns: int) -> Tools:
         return spread(below.index(span.size, (below.ROW, below.COLUMN)[axis]) + span.start, axis)
 
     return Tools(load, along, of_rows)
+
+
+def in_sections(n: Any, pairs: int, section: int, outer: int) -> tuple:
+    """(one of `pairs`, one of `outer` blocks) of the n-th block of threads.
+
+    Blocks of threads start in their order. All blocks of a section of pairs, a batch entry and a head each,
+    come before the next section's, so that what they share stays in L2; within it every pair's first block
+    comes before any second one.
+    """
+    each = section * outer
+    at, inner = lax.div(n, jnp.int32(each)), lax.rem(n, jnp.int32(each))
+    width = jnp.int32(section)
+    if pairs % section:
+        width = jnp.where(at < pairs // section, width, jnp.int32(pairs % section))
+    return at * section + lax.rem(inner, width), lax.div(inner, width)
 
 
 def launch(
