@@ -123,6 +123,13 @@ class Schedule:
             lambda n: full_lo + n,
         )
 
+    def nth(self, visits: Visits, n: Any) -> Any:
+        """The n-th of all blocks to visit, partial ones first."""
+        if not self.has_full:
+            return visits.masked(n)
+        full = visits.full(n - visits.n_masked)
+        return jnp.where(n < visits.n_masked, visits.masked(n), full) if self.has_masked else full
+
 
 jax.tree_util.register_dataclass(
     Schedule, ["mask", "ranges", "order", "counts"], ["form", "geometry", "has_masked", "hides_keys"]

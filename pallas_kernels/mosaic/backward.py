@@ -177,12 +177,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
     def at(r, masked=False):
         """(block of queries, query head) of step r, which is known to be `masked`."""
         m, h = (r, kv_head) if G == 1 else (lax.div(r, jnp.int32(G)), kv_head * G + lax.rem(r, jnp.int32(G)))
-        if masked or not schedule.has_full:
-            j = visits.masked(m)
-        else:
-            j = visits.full(m - n_masked)
-            if schedule.has_masked:
-                j = jnp.where(m < n_masked, visits.masked(m), j)
+        j = visits.masked(m) if masked else schedule.nth(visits, m)
         return jnp.clip(j, 0, schedule.inner - 1).astype(jnp.int32), h
 
     def slot(r, n):
@@ -236,7 +231,7 @@ def _kernel(problem: Problem, cfg: Any, section: int, arguments: tuple, outputs:
                 first = exists if first is None else jnp.maximum(first, exists)
             if first is None and last is None:
                 return x
-            return below.hide_columns(x, first, last, -jnp.inf)
+            return below.hide_columns(x, first, last)
 
         def spread(ref, at):
             """Of the queries of a step: a number for each column."""

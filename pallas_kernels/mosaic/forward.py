@@ -157,8 +157,8 @@ def _work(schedule: Any) -> list[int]:
     if schedule.form != "arithmetic" or jax.tree.leaves(schedule.mask):
         return [schedule.inner] * schedule.outer
     with jax.ensure_compile_time_eval():
-        visits = [schedule.visits(i) for i in range(schedule.outer)]
-        return [int(x.n_masked + x.n_full) for x in visits]
+        visits = schedule.visits(jnp.arange(schedule.outer))
+        return np.broadcast_to(visits.n_masked + visits.n_full, schedule.outer).tolist()
 
 
 def _deal(pairs: int, section: int, blocks: int, work: list[int]) -> np.ndarray:
@@ -213,10 +213,7 @@ def _kernel(
 
         def where(m):
             """The m-th block. A tile that visits none gets one, which the mask hides."""
-            j = visits.full(m - n_masked) if schedule.has_full else visits.masked(m)
-            if schedule.has_full and schedule.has_masked:
-                j = jnp.where(m < n_masked, visits.masked(m), j)
-            return jnp.clip(j, 0, schedule.inner - 1).astype(jnp.int32)
+            return jnp.clip(schedule.nth(visits, m), 0, schedule.inner - 1).astype(jnp.int32)
 
         return b, h, i, where, n_masked, jnp.maximum(n_masked + n_full, 1)
 
@@ -306,7 +303,7 @@ def _kernel(
                 relative = lambda y: None if y is None else y - j * n
                 if first is None and last is None:
                     return x
-                return below.hide_columns(x, relative(first), relative(last), -jnp.inf)
+                return below.hide_columns(x, relative(first), relative(last))
 
             def powers(x, m):
                 """e^(x - m), where m [64] is finite."""

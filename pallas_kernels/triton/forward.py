@@ -126,10 +126,7 @@ def _with_frozen_maximum(problem: Problem, schedule, visits, scores, visit, carr
 
     def again(_):
         # One body for all blocks: of a full one the mask hides nothing.
-        def step(n, c):
-            j = jnp.where(n < visits.n_masked, visits.masked(n), visits.full(n - visits.n_masked))
-            return visit(j, c, schedule.has_masked)
-
+        step = lambda n, c: visit(schedule.nth(visits, n), c, schedule.has_masked)
         return lax.fori_loop(0, visits.n_masked + visits.n_full, step, carry)
 
     step = lambda n, c: visit(visits.full(n), c, False, frozen=True)
