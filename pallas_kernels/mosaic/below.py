@@ -3,7 +3,8 @@
 Each function has a plain twin for Pallas's GPU interpret mode, which knows neither inline assembly nor
 products of registers: `plainly()` selects it while a kernel is traced. On hardware these are faster than
 what Pallas has names for: accumulators are never zeroed, named barriers cost one instruction a warp, and
-masks compare with immediates. H200: docstrings of `forward` and `backward` say how much.
+masks compare with immediates. H200: docstrings of `forward` and `backward` say how much. One file, though a
+long one, so that a new JAX version changes no other.
 """
 
 import contextlib
@@ -69,6 +70,11 @@ def _lane(register: ir.Value, n: int) -> ir.Value:
 
 def _scalar(register: ir.Value) -> ir.Value:
     return _lane(register, 0) if isinstance(register.type, ir.VectorType) else register
+
+
+def _first_column() -> ir.Value:
+    """Of the columns of an accumulator that this thread holds, two in every eight."""
+    return arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
 
 
 def _emit(text: str, constraints: str, *arguments: ir.Value) -> None:
@@ -296,11 +302,23 @@ def wait(pending: int, *arrays: jax.Array) -> tuple:
     """
     if _plain.get():
         return arrays
+    return _settled(arrays, lambda: nvvm.wgmma_wait_group_sync_aligned(pending))
+
+
+def settled(*arrays: Any) -> tuple:
+    """The arrays, each in registers of its own from here on.
+
+    For accumulators of several products in a row: moved between two of them, they would await the first.
+    """
+    return arrays if _plain.get() else _settled(arrays, lambda: None)
+
+
+def _settled(arrays: tuple, first: Callable[[], Any]) -> tuple:
     types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
 
     @inline(arg_types=(TILE,) * len(arrays), return_type=types)
     def emit(_, *arrays):
-        nvvm.wgmma_wait_group_sync_aligned(pending)
+        first()
         out = fa.optimization_barrier(*arrays)
         return [out] if len(arrays) == 1 else list(out)
 
@@ -350,23 +368,6 @@ def pulled(pull: Callable, ds: jax.Array) -> jax.Array:
     return evaluated(closed.jaxpr, closed.consts, [ds])[0]
 
 
-def settled(*arrays: Any) -> tuple:
-    """The arrays, each in registers of its own from here on.
-
-    For accumulators of several products in a row: moved between two of them, they would await the first.
-    """
-    if _plain.get():
-        return arrays
-    types = tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE) for x in arrays)
-
-    @inline(arg_types=(TILE,) * len(arrays), return_type=types)
-    def emit(_, *arrays):
-        out = fa.optimization_barrier(*arrays)
-        return [out] if len(arrays) == 1 else list(out)
-
-    return tuple(emit(*arrays))
-
-
 # ------------------------------------------------------------------------------------------- softmax
 
 
@@ -385,8 +386,8 @@ def partial_sums(p: jax.Array) -> jax.Array:
     return emit(p)
 
 
-def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, fill: float) -> jax.Array:
-    """`s` [64, n] with `fill` in the columns before first[row] and behind last[row].
+def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None) -> jax.Array:
+    """`s` [64, n] with -inf in the columns before first[row] and behind last[row].
 
     Both are int32, [64] or the same for all rows, or None.
 
@@ -396,8 +397,8 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
         of_row = lambda x: x[:, None] if x.ndim else x
         if first is not None:
-            s = jnp.where(column < of_row(first), fill, s)
-        return s if last is None else jnp.where(column > of_row(last), fill, s)
+            s = jnp.where(column < of_row(first), -jnp.inf, s)
+        return s if last is None else jnp.where(column > of_row(last), -jnp.inf, s)
 
     bounds = [x for x in (first, last) if x is not None]
     tests = [y for x, y in ((first, "sle"), (last, "sge")) if x is not None]
@@ -407,7 +408,7 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
         return_type=plgpu.ShapeDtypeStruct(s.shape, F32, layout=TILE),
     )
     def emit(_, s, *bounds):
-        lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
+        lane = _first_column()
         limits = [[arith.subi(_scalar(r), lane) for r in x.registers.flat] for x in bounds]
         out = np.empty_like(s.registers)
         # Register i holds columns 8·(i // 2) + {0, 1} + lane of row half i % 2.
@@ -418,7 +419,7 @@ def hide_columns(s: jax.Array, first: jax.Array | None, last: jax.Array | None, 
                     keep = arith.cmpi(
                         getattr(arith.CmpIPredicate, test), limit[i % len(limit)], _constant(8 * (i // 2) + n)
                     )
-                    value = arith.select(keep, value, _constant(float(fill)))
+                    value = arith.select(keep, value, _constant(-math.inf))
                 position = ir.DenseI64ArrayAttr.get([n])
                 register = vector.insert(value, register, dynamic_position=[], static_position=position)
             out[index] = register
@@ -454,7 +455,7 @@ def mark_columns(flags: Any, s: jax.Array) -> None:
 
     @inline(arg_types=(TILE, plgpu.RefType()))
     def emit(_, s, flags):
-        lane = arith.muli(arith.remui(mgpu_utils.thread_idx(), _constant(4)), _constant(2))
+        lane = _first_column()
         address = arith.addi(_address(flags), arith.muli(lane, _constant(4)))
         for i, (_, register) in enumerate(np.ndenumerate(s.registers)):
             for n in range(2):
