@@ -82,6 +82,16 @@ class Operands:
 jax.tree_util.register_dataclass(Operands, [f.name for f in dataclasses.fields(Operands)], [])
 
 
+def unfit_for_tiles(problem: Problem) -> str | None:
+    """Why no kernel takes a problem, whatever it is made for."""
+    if max(problem.D, problem.d) > 256:
+        return f"its tiles hold head sizes up to 256, and D={problem.D}, d={problem.d}"
+    sizes = (*problem.batch, problem.T, problem.t, problem.H)
+    if not all(isinstance(n, int) for n in sizes):
+        return "its grid needs sizes that are known when it is compiled (jax.export left some open)"
+    return None
+
+
 def batch_index(problem: Problem, operands: Operands) -> jax.Array:
     """int32 [*batch]: the index of each batch entry, row-major over several batch axes."""
     if operands.b is not None:

@@ -5,7 +5,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from ..problem import Problem
+from ..problem import Problem, unfit_for_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +115,7 @@ TABLES = {
 def unsupported(problem: Problem) -> str | None:
     if problem.dtype == jnp.float64:
         return "it computes in float32, and the inputs are float64"
-    if max(problem.D, problem.d) > 256:
-        return f"its tiles hold head sizes up to 256, and D={problem.D}, d={problem.d}"
-    sizes = (*problem.batch, problem.T, problem.t, problem.H)
-    if not all(isinstance(n, int) for n in sizes):
-        return "its grid needs sizes that are known when it is compiled (jax.export left some open)"
-    return None
+    return unfit_for_tiles(problem)
 
 
 def default_config(problem: Problem) -> Config:
