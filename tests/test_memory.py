@@ -74,9 +74,10 @@ def test_memory_is_linear(implementation, transform, kind):
         assert max(sizes.values()) >= length * 2 * 8  # the text does show shapes
         assert max(sizes.values()) < length * length, max(sizes, key=sizes.get)
         used.append(program.memory_analysis().temp_size_in_bytes)
-    # On a line through (or above) the origin four times the length takes at most four times as much. Some
-    # more is for the schedule of run-time masks, a byte for each pair of blocks; T·t would be 4 and 16.
-    assert 0 < used[1] <= 2.4 * used[0] and used[2] <= 4.6 * used[0], used
+    # On a line through (or above) the origin four times the length takes at most four times as much; T·t
+    # would be 4 and 16. On a GPU, packed segments by the Triton kernels took 1.3, 2.9 and 4.8 MB.
+    twice, four_times = (2.4, 4.6) if ON_GPU else (2.1, 4.2)
+    assert 0 < used[1] <= twice * used[0] and used[2] <= four_times * used[0], used
 
 
 def test_the_reference_would_not_pass():
